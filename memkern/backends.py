@@ -1,0 +1,148 @@
+"""Which implementation of an op runs, why, and how to choose another.
+
+The choice is made per call from the tensor's device: a CUDA tensor takes ``cuda``, else ``triton``,
+else ``reference``; a CPU tensor ``cpu``, else ``reference``; other devices (ROCm counts as CUDA in
+PyTorch) ``triton`` where Triton has a driver for them, else ``reference``. ``with backend("triton"):``
+or the environment variable ``MEMKERN_BACKEND`` overrides it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from memkern import ops, reference
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_HERE = Path(__file__).parent
+
+
+def _load_native(name: str) -> None:
+    path = _HERE / f"_{name}.so"
+    if not path.exists():
+        raise ImportError(f"{path.name} was not built (see: memkern info)")
+    ops.define(name)
+    torch.ops.load_library(path)
+
+
+def _load_cuda() -> None:
+    if torch.version.cuda is None:
+        raise ImportError(f"this PyTorch ({torch.__version__}) is built without CUDA")
+    _load_native("cuda")
+
+
+def _load_triton() -> None:
+    if not (interpreting() or torch.cuda.is_available() or torch.xpu.is_available()):
+        raise ImportError("no GPU that Triton drives, and TRITON_INTERPRET is not set")
+    importlib.import_module("memkern.triton").register()
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+_LOADERS: dict[str, Callable[[], None]] = {
+    "cuda": _load_cuda,
+    "triton": _load_triton,
+    "cpu": lambda: _load_native("cpu"),
+    "reference": reference.register,
+}
+_DEVICES = {"cuda": ("cuda",), "triton": ("cuda", "xpu"), "cpu": ("cpu",)}
+_ORDER = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "reference"), "xpu": ("triton", "reference")}
+
+_loaded: set[str] = set()
+_forced: list[str] = []  # a stack; the last one counts
+
+
+def names() -> tuple[str, ...]:
+    """The names that ``backend()`` and ``MEMKERN_BACKEND`` take."""
+    return tuple(_LOADERS)
+
+
+def unavailable(name: str) -> str | None:
+    """Why backend ``name`` cannot run here, or None. A backend that failed once is tried again."""
+    if name not in _LOADERS:
+        raise ValueError(f"backend: got {name!r}, needs one of {', '.join(map(repr, names()))}")
+    if name not in _loaded:
+        try:
+            _LOADERS[name]()
+        except (ImportError, OSError, RuntimeError) as error:
+            return str(error).splitlines()[0]
+        _loaded.add(name)
+    return None
+
+
+def _mismatch(name: str, device: str) -> str | None:
+    devices = _DEVICES.get(name)
+    if devices is None or device in devices or (name == "triton" and device == "cpu" and interpreting()):
+        return None
+    return f"it serves {' and '.join(devices)} tensors, not {device}"
+
+
+def choose(device: str) -> str:
+    """The backend that serves tensors of this device type (``x.device.type``).
+
+    Raises:
+        RuntimeError: the backend chosen by hand does not serve it; the message says why.
+    """
+    if _forced:
+        reason = _mismatch(_forced[-1], device)
+        if reason is not None:
+            raise RuntimeError(f"backend {_forced[-1]!r} was asked for, but {reason}")
+        return _forced[-1]
+    for name in _ORDER.get(device, ()):
+        if name in _loaded:
+            return name
+    return "reference"
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Run every memkern op inside the block on one backend.
+
+    Args:
+        name: ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+
+    Raises:
+        ValueError: no backend has that name.
+        RuntimeError: it cannot run here; the message says why. A tensor that it does not serve
+            raises at the call that meets it.
+    """
+    require(name)
+    _forced.append(name)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def require(name: str) -> None:
+    """Raise if backend ``name`` cannot run here: RuntimeError with the reason."""
+    reason = unavailable(name)
+    if reason is not None:
+        raise RuntimeError(f"backend {name!r} cannot run here: {reason}")
+
+
+def explain(x: Tensor | torch.device | str) -> dict[str, str]:
+    """For each backend, what it does for ``x`` (a tensor or a device): it runs, it could, or why it cannot."""
+    device = (x.device if isinstance(x, Tensor) else torch.device(x)).type
+    answer = {name: unavailable(name) or _mismatch(name, device) or "could run, is not the first choice" for name in names()}
+    answer[choose(device)] = "runs: chosen by hand" if _forced else "runs"
+    return answer
+
+
+def start() -> None:
+    """Load what can be loaded, and apply ``MEMKERN_BACKEND``. Called once, by ``import memkern``."""
+    for name in names():
+        unavailable(name)
+    by_hand = os.environ.get("MEMKERN_BACKEND")
+    if by_hand:
+        require(by_hand)
+        _forced.append(by_hand)
