@@ -1,6 +1,6 @@
 """Which implementation of an op runs, why, and how to choose another.
 
-The choice is made per call from the tensor's device: a CUDA tensor takes ``cuda``, else ``triton``,
+The choice is made per call from the tensor's device and dtype: a CUDA tensor takes ``cuda``, else ``triton``,
 else ``reference``; a CPU tensor ``cpu``, else ``reference``; other devices (ROCm counts as CUDA in
 PyTorch) ``triton`` where Triton has a driver for them, else ``reference``. ``with backend("triton"):``
 or the environment variable ``MEMKERN_BACKEND`` overrides it.
@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -55,10 +56,12 @@ _LOADERS: dict[str, Callable[[], None]] = {
     "reference": reference.register,
 }
 _DEVICES = {"cuda": ("cuda",), "triton": ("cuda", "xpu"), "cpu": ("cpu",)}
+# Triton has no fp64 erfc or exp without libdevice, which its interpreter lacks.
+_NOT_SERVED = {"triton": (torch.float64,)}
 _ORDER = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "reference"), "xpu": ("triton", "reference")}
 
 _loaded: set[str] = set()
-_forced: list[str] = []  # a stack; the last one counts
+_by_hand: ContextVar[str | None] = ContextVar("backend", default=os.environ.get("MEMKERN_BACKEND") or None)
 
 
 def names() -> tuple[str, ...]:
@@ -79,26 +82,35 @@ def unavailable(name: str) -> str | None:
     return None
 
 
-def _mismatch(name: str, device: str) -> str | None:
+def _mismatch(name: str, device: str, dtype: torch.dtype) -> str | None:
+    """Why backend ``name`` does not serve such tensors, or None."""
+    if dtype in _NOT_SERVED.get(name, ()):
+        return f"it does not serve {dtype} tensors"
     devices = _DEVICES.get(name)
     if devices is None or device in devices or (name == "triton" and device == "cpu" and interpreting()):
         return None
     return f"it serves {' and '.join(devices)} tensors, not {device}"
 
 
-def choose(device: str) -> str:
-    """The backend that serves tensors of this device type (``x.device.type``).
+def choose(x: Tensor) -> str:
+    """The backend that serves ``x``.
 
     Raises:
         RuntimeError: the backend chosen by hand does not serve it; the message says why.
     """
-    if _forced:
-        reason = _mismatch(_forced[-1], device)
+    device, dtype = x.device.type, x.dtype
+    by_hand = _by_hand.get()
+    if by_hand is not None:
+        reason = _mismatch(by_hand, device, dtype)
         if reason is not None:
-            raise RuntimeError(f"backend {_forced[-1]!r} was asked for, but {reason}")
-        return _forced[-1]
+            raise RuntimeError(f"backend {by_hand!r} was asked for, but {reason}")
+        return by_hand
+    return _first_choice(device, dtype)
+
+
+def _first_choice(device: str, dtype: torch.dtype) -> str:
     for name in _ORDER.get(device, ()):
-        if name in _loaded:
+        if name in _loaded and dtype not in _NOT_SERVED.get(name, ()):
             return name
     return "reference"
 
@@ -116,11 +128,11 @@ def backend(name: str) -> Iterator[None]:
             raises at the call that meets it.
     """
     require(name)
-    _forced.append(name)
+    token = _by_hand.set(name)
     try:
         yield
     finally:
-        _forced.pop()
+        _by_hand.reset(token)
 
 
 def require(name: str) -> None:
@@ -131,10 +143,18 @@ def require(name: str) -> None:
 
 
 def explain(x: Tensor | torch.device | str) -> dict[str, str]:
-    """For each backend, what it does for ``x`` (a tensor or a device): it runs, it could, or why it cannot."""
-    device = (x.device if isinstance(x, Tensor) else torch.device(x)).type
-    answer = {name: unavailable(name) or _mismatch(name, device) or "could run, is not the first choice" for name in names()}
-    answer[choose(device)] = "runs: chosen by hand" if _forced else "runs"
+    """For each backend, what it does for ``x`` (a tensor; or a device, for its fp32 tensors): runs, or why it does not."""
+    if not isinstance(x, Tensor):
+        device, dtype = torch.device(x).type, torch.float32
+    else:
+        device, dtype = x.device.type, x.dtype
+    answer = {}
+    for name in names():
+        answer[name] = unavailable(name) or _mismatch(name, device, dtype) or "could run, is not the first choice"
+    by_hand = _by_hand.get()
+    chosen = by_hand or _first_choice(device, dtype)
+    if answer[chosen].startswith("could run"):
+        answer[chosen] = "runs: chosen by hand" if by_hand else "runs"
     return answer
 
 
@@ -142,7 +162,6 @@ def start() -> None:
     """Load what can be loaded, and apply ``MEMKERN_BACKEND``. Called once, by ``import memkern``."""
     for name in names():
         unavailable(name)
-    by_hand = os.environ.get("MEMKERN_BACKEND")
-    if by_hand:
+    by_hand = _by_hand.get()
+    if by_hand is not None:
         require(by_hand)
-        _forced.append(by_hand)

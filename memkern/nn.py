@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from memkern import functional
+from memkern.functional.common import one_of
+from memkern.functional.gelu import GELU_FORMS
 
 
 class GELU(torch.nn.GELU):
@@ -19,7 +21,7 @@ class GELU(torch.nn.GELU):
     """
 
     def __init__(self, approximate: str = "none") -> None:
-        functional._one_of("approximate", approximate, functional.GELU_FORMS)
+        one_of("approximate", approximate, GELU_FORMS)
         super().__init__(approximate)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -1,9 +1,4 @@
-"""The functions users call, and the autograd Functions behind them.
-
-Each op family has a Function for the forward pass and one for the backward pass, so that the gradient
-can be differentiated again (through plain PyTorch operations: right, not fused). ``choose`` picks the
-backend once, in the forward pass; the backward pass runs on the same one.
-"""
+"""GELU and its autograd Functions."""
 
 from __future__ import annotations
 
@@ -13,29 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from memkern import backends, ops, reference
-
-
-def _floating(name: str, value: object) -> Tensor:
-    """``value``, if it is a real floating tensor the kernels serve."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: got {type(value).__name__}, needs a Tensor")
-    if value.dtype not in backends.DTYPES:
-        raise TypeError(f"{name}: got dtype {value.dtype}, needs float16, bfloat16, float32 or float64")
-    return value
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: got {value!r}, needs {' or '.join(map(repr, allowed))}")
-
-
-def _batched_together(tensors: tuple[Tensor, ...], in_dims: tuple[int | None, ...], size: int) -> tuple[Tensor, ...]:
-    """Under vmap, the same tensors with the mapped dimension first in every one of them."""
-    return tuple(
-        tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        for tensor, dim in zip(tensors, in_dims, strict=True)
-    )
+from memkern import backends, ops
+from memkern.functional.common import batched_together, floating, one_of
+from memkern.reference.common import wide
+from memkern.reference.gelu import gelu_second_derivative
 
 
 class _GELU(Function):
@@ -81,12 +57,12 @@ class _GELUBackward(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, dy: Tensor, x: Tensor, approximate: str, backend: str) -> tuple[Tensor, int]:
-        dy, x = _batched_together((dy, x), in_dims[:2], info.batch_size)
+        dy, x = batched_together((dy, x), in_dims[:2], info.batch_size)
         return _gelu_backward(dy, x, approximate, backend), 0
 
 
 def _times_curvature(g: Tensor, dy: Tensor, x: Tensor, approximate: str) -> Tensor:
-    return (reference.wide(g) * reference.wide(dy) * reference.gelu_second_derivative(x, approximate)).to(x.dtype)
+    return (wide(g) * wide(dy) * gelu_second_derivative(x, approximate)).to(x.dtype)
 
 
 # Forward-mode AD lives in subclasses, for eager use only: under fullgraph Dynamo refuses a Function
@@ -143,6 +119,6 @@ def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
         TypeError: ``input`` is not a tensor of those dtypes.
         ValueError: another ``approximate``.
     """
-    x = _floating("input", input)
-    _one_of("approximate", approximate, GELU_FORMS)
-    return _gelu(x, approximate, backends.choose(x.device.type))
+    x = floating("input", input)
+    one_of("approximate", approximate, GELU_FORMS)
+    return _gelu(x, approximate, backends.choose(x))

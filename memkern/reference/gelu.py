@@ -1,8 +1,4 @@
-"""Every op in plain PyTorch: runs on any device, and says what the other backends compute.
-
-Arithmetic is fp64 where the device has it, so this backend also serves as the yardstick; on a device
-without fp64 (MPS) it is fp32.
-"""
+"""GELU in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,13 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from memkern import ops
-
-
-def wide(x: Tensor) -> Tensor:
-    """``x`` in the widest floating dtype of its device."""
-    return x.float() if x.device.type == "mps" else x.double()
-
+from memkern.ops import check_like
+from memkern.reference.common import wide
 
 # GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415), written so that nothing cancels: with t = |x| and
 # Q(t) the weight of the far side, gelu(x) = max(x, 0) - t Q(t), and gelu'(t) = 1 - gelu'(-t).
@@ -45,6 +36,7 @@ def gelu_forward(x: Tensor, approximate: str) -> Tensor:
 
 
 def gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
+    check_like("dy", dy, x)
     w = wide(x)
     t = w.abs().clamp(max=FAR)
     q, slope = _far_side(t, approximate)
@@ -65,9 +57,3 @@ def gelu_second_derivative(x: Tensor, approximate: str) -> Tensor:
 
 
 IMPLEMENTATIONS = {"gelu_forward": gelu_forward, "gelu_backward": gelu_backward}
-
-
-def register() -> None:
-    library = ops.define("reference")
-    for name, function in IMPLEMENTATIONS.items():
-        library.impl(name, function, "CompositeExplicitAutograd")

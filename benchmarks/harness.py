@@ -1,0 +1,283 @@
+"""Compare implementations of one op family, case by case.
+
+All variants of a case share their inputs and are sampled in turn (round robin), so that a slow moment
+of the machine hits all of them. Beside them runs ``copy_`` of as many bytes as the case has to move:
+the speed that memory itself allows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import memkern
+from benchmarks.timing import Calls, CpuClock, CudaClock, Sample
+
+EAGER = "torch eager"
+COPY = "copy_ of the same bytes"
+ROTATION = 3  # the ring's working set, in sizes of the last-level cache
+SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time.
+
+    Args:
+        form: the family's own distinction (GELU: ``"none"`` or ``"tanh"``).
+        shape: of the input.
+        dtype: of the input.
+        direction: ``"forward"``, ``"backward"`` or ``"both"``; an optimizer's is ``"step"``.
+        bytes: the fewest a call has to move through memory: each input read once, each output written once.
+    """
+
+    form: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    direction: str
+    bytes: int
+
+    @property
+    def label(self) -> str:
+        shape = "x".join(_binary(size) for size in self.shape)
+        return f"{self.form} {shape} {SHORT[self.dtype]} {self.direction}"
+
+
+def _binary(size: int) -> str:
+    """4194304 as 4M, 65536 as 64K; others in full."""
+    for unit, name in ((2**20, "M"), (2**10, "K")):
+        if size % unit == 0 and size > 0:
+            return f"{size // unit}{name}"
+    return str(size)
+
+
+def layer_call(case: Case, function: Function, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
+    """The call that is timed for a layer. ``inputs``: the function's arguments, then dy."""
+    *arguments, dy = inputs
+    wanted = [argument for argument in arguments if argument.requires_grad]
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return function(*arguments)
+
+    def both() -> tuple[Tensor, tuple[Tensor, ...]]:
+        y = function(*arguments)
+        return y, torch.autograd.grad(y, wanted, dy)
+
+    if case.direction == "backward":
+        y = function(*arguments)
+        return lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True)
+    return {"forward": forward, "both": both}[case.direction]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a file of this package declares.
+
+    Args:
+        name: the file's name.
+        formula: how ``Case.bytes`` is counted, in words.
+        cases: ``(device type, quick)`` -> the cases.
+        inputs: ``(case, device)`` -> random tensors, as ``call`` wants them.
+        baseline: case -> the function in plain PyTorch; timed eager and compiled.
+        fused: case -> memkern's function; timed on each backend.
+        peers: other packages, by name: case -> their function (imported there; a missing one is reported).
+        call: ``(case, function, inputs)`` -> the call to time.
+    """
+
+    name: str
+    formula: str
+    cases: Callable[[str, bool], list[Case]]
+    inputs: Callable[[Case, torch.device], tuple[Tensor, ...]]
+    baseline: Callable[[Case], Function]
+    fused: Callable[[Case], Function]
+    peers: Mapping[str, Callable[[Case], Function]] = field(default_factory=dict)
+    call: Callable[[Case, Function, tuple[Tensor, ...]], Callable[[], Any]] = layer_call
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One implementation: how to get its function for a case, and what to be inside while it is called."""
+
+    name: str
+    function: Callable[[Case], Function]
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def why_not(backend: str, device: torch.device) -> str | None:
+    """Why a memkern backend cannot be timed on a device, or None."""
+    try:
+        with memkern.backend(backend):
+            memkern.backends.choose(torch.empty(0, device=device))
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def compiled(function: Function) -> Function:
+    # The backward pass alone is timed over and over on one saved graph, so its buffers are not to be given away.
+    torch._functorch.config.donated_buffer = False
+    torch.compiler.reset()  # else a function is quietly run eager after a few recompilations
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def variants(family: Family, device: torch.device, with_compile: bool) -> list[Variant]:
+    found = [Variant(EAGER, family.baseline)]
+    if with_compile:
+        found.append(Variant("torch.compile", lambda case: compiled(family.baseline(case))))
+    for name in memkern.backends.names():
+        if why_not(name, device) is None:
+            found.append(Variant(f"memkern {name}", family.fused, partial(memkern.backend, name)))
+    return found + [Variant(name, function) for name, function in family.peers.items()]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Rounds of samples per case: as many as fit in ``seconds``, within bounds."""
+
+    fewest: int
+    most: int
+    seconds: float
+
+
+QUICK = Effort(fewest=3, most=10, seconds=0.2)
+FULL = Effort(fewest=5, most=40, seconds=1.5)
+
+
+@dataclass
+class Result:
+    """The samples of one variant, or the kind of error it ended in."""
+
+    method: str = ""
+    samples: list[Sample] = field(default_factory=list)
+    error: str = ""
+
+
+def ring_size(case: Case, cache_bytes: int) -> int:
+    return max(2, math.ceil(ROTATION * cache_bytes / case.bytes))
+
+
+def measure(
+    family: Family, case: Case, variants: list[Variant], clock: CpuClock | CudaClock, device: torch.device, effort: Effort
+) -> dict[str, Result]:
+    """Time every variant of a case, and the copy; results by variant's name.
+
+    A variant that raises while it is made ready is reported and left out: the rest goes on.
+    """
+    torch.manual_seed(0)
+    with clock.context():
+        originals = family.inputs(case, device)
+        ring = [
+            tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in originals)
+            for _ in range(ring_size(case, clock.cache_bytes))
+        ]
+
+        def make_calls(variant: Variant) -> Calls:
+            function = variant.function(case)
+            return Calls([family.call(case, function, inputs) for inputs in ring])
+
+        def copy_calls(variant: Variant) -> Calls:
+            source = torch.randn(case.bytes // 8, device=device)  # fp32, so half of the bytes: read, then written
+            return Calls([partial(torch.empty_like(source).copy_, source.clone()) for _ in ring])
+
+        results = {}
+        samplers = []
+        for variant, make in [(Variant(COPY, family.baseline), copy_calls), *((v, make_calls) for v in variants)]:
+            result = results[variant.name] = Result()
+            try:
+                with variant.context():
+                    result.method, sample = clock.ready(make(variant))
+            except Exception as error:  # a compiler or a peer may raise anything
+                result.error = type(error).__name__
+                print(f"{variant.name}, {case.label}: {result.error}: {error}", file=sys.stderr)
+            else:
+                samplers.append((variant, result, sample))
+        _sample_in_turn(samplers, effort)
+    return results
+
+
+def _sample_in_turn(samplers: list[tuple[Variant, Result, Callable[[], Sample]]], effort: Effort) -> None:
+    gc.collect()
+    gc.disable()
+    start = time.perf_counter()
+    for done in range(effort.most):
+        if done >= effort.fewest and time.perf_counter() - start > effort.seconds:
+            break
+        for variant, result, sample in samplers:
+            with variant.context():
+                result.samples.append(sample())
+    gc.enable()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the results. A figure that was not measured is None."""
+
+    family: str
+    form: str
+    shape: str
+    dtype: str
+    direction: str
+    bytes: int
+    variant: str
+    method: str
+    rounds: int
+    seconds: float | None  # per call, the median
+    spread: float | None  # interquartile range over the median
+    gigabytes_per_second: float | None
+    percent_of_copy: float | None
+    ratio_to_eager: float | None  # torch eager's seconds over this one's: above 1 is faster than eager
+    host_seconds: float | None  # to enqueue a call, without waiting for the device
+    error: str
+
+
+def summarise(family: Family, case: Case, results: dict[str, Result]) -> list[Row]:
+    """The rows of one case."""
+    medians = {
+        name: statistics.median(seconds for seconds, _ in result.samples) for name, result in results.items() if result.samples
+    }
+    rows = []
+    for name, result in results.items():
+        own = medians.get(name)
+        hosts = [host for _, host in result.samples if host is not None]
+        rows.append(
+            Row(
+                family=family.name,
+                form=case.form,
+                shape="x".join(map(str, case.shape)),
+                dtype=str(case.dtype).removeprefix("torch."),
+                direction=case.direction,
+                bytes=case.bytes,
+                variant=name,
+                method=result.method,
+                rounds=len(result.samples),
+                seconds=own,
+                spread=_spread([seconds for seconds, _ in result.samples]),
+                gigabytes_per_second=case.bytes / own / 1e9 if own else None,
+                percent_of_copy=100 * medians[COPY] / own if own and COPY in medians else None,
+                ratio_to_eager=medians[EAGER] / own if own and EAGER in medians else None,
+                host_seconds=statistics.median(hosts) if hosts else None,
+                error=result.error,
+            )
+        )
+    return rows
+
+
+def _spread(seconds: list[float]) -> float | None:
+    if len(seconds) < 2:
+        return None
+    lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (upper - lower) / median

@@ -1,0 +1,111 @@
+// Packs of elements moved by one memory access, and their values in fp32 (fp64 for fp64).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "../tensor.h"
+
+// The emulator counts memory accesses here.
+#ifndef MEMKERN_LOADED
+#define MEMKERN_LOADED(pointer, bytes)
+#define MEMKERN_STORED(pointer, bytes)
+#endif
+
+namespace memkern {
+
+template <class T>
+struct AccOf {
+  using type = float;
+};
+template <>
+struct AccOf<double> {
+  using type = double;
+};
+// The type that T is computed in.
+template <class T>
+using acc_t = typename AccOf<T>::type;
+
+// N neighbouring elements; 16 bytes is the widest access there is.
+template <class T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T value[N];
+};
+template <class T>
+constexpr int kWidest = 16 / sizeof(T);
+
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> load(const T* from) {
+  MEMKERN_LOADED(from, sizeof(Pack<T, N>));
+  return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
+  MEMKERN_STORED(to, sizeof(Pack<T, N>));
+  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+__device__ __forceinline__ float2 widen(const __half* pair) { return __half22float2(*reinterpret_cast<const __half2*>(pair)); }
+__device__ __forceinline__ float2 widen(const __nv_bfloat16* pair) {
+  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(pair));
+}
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ double widen(double x) { return x; }
+
+__device__ __forceinline__ void narrow(__half* pair, float2 x) { *reinterpret_cast<__half2*>(pair) = __float22half2_rn(x); }
+__device__ __forceinline__ void narrow(__nv_bfloat16* pair, float2 x) {
+  *reinterpret_cast<__nv_bfloat162*>(pair) = __float22bfloat162_rn(x);
+}
+__device__ __forceinline__ void narrow(__half* to, float x) { *to = __float2half_rn(x); }
+__device__ __forceinline__ void narrow(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x); }
+__device__ __forceinline__ void narrow(float* to, float x) { *to = x; }
+__device__ __forceinline__ void narrow(double* to, double x) { *to = x; }
+
+// 16-bit values are converted in pairs: one instruction for two, where the pack has two.
+template <class T, int N>
+__device__ __forceinline__ void unpack(const Pack<T, N>& pack, acc_t<T> (&out)[N]) {
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const float2 pair = widen(pack.value + i);
+      out[i] = pair.x;
+      out[i + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = widen(pack.value[i]);
+  }
+}
+
+// One rounding, to nearest even.
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> pack(const acc_t<T> (&in)[N]) {
+  Pack<T, N> packed;
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) narrow(packed.value + i, make_float2(in[i], in[i + 1]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) narrow(packed.value + i, in[i]);
+  }
+  return packed;
+}
+
+// Calls body(type tag) for the CUDA storage type of dtype.
+template <class Body>
+void for_dtype(ScalarType dtype, Body body) {
+  switch (dtype) {
+    case ScalarType::Half: return body(__half{});
+    case ScalarType::BFloat16: return body(__nv_bfloat16{});
+    case ScalarType::Float: return body(float{});
+    case ScalarType::Double: return body(double{});
+    default: STD_TORCH_CHECK(false, "x: needs float16, bfloat16, float32 or float64");
+  }
+}
+
+}  // namespace memkern

@@ -1,0 +1,10 @@
+"""The functions users call, and the autograd Functions behind them, one file an op family.
+
+Each family has a Function for the forward pass and one for the backward pass, so that the gradient can
+be differentiated again (through plain PyTorch operations: right, not fused). ``backends.choose`` picks
+the backend once, in the forward pass; the backward pass runs on the same one.
+"""
+
+from memkern.functional.gelu import gelu
+
+__all__ = ["gelu"]

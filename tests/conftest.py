@@ -1,0 +1,47 @@
+"""Every op test runs on every backend that can run here; the others are skipped with the reason."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+# Without a GPU the Triton kernels run in Triton's interpreter, on CPU tensors. Set before memkern loads.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import memkern
+from memkern import backends
+from tests import emulator
+
+BACKENDS = ("reference", "cpu", "triton", "cuda", "emulated")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--backends", default=",".join(BACKENDS), help="comma-separated; run the op tests on these only")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        asked = metafunc.config.getoption("--backends").split(",")
+        metafunc.parametrize("backend", [name for name in BACKENDS if name in asked], indirect=True)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest):
+    """The name of the backend that every memkern call in the test runs on."""
+    name = request.param
+    reason = emulator.unavailable() if name == "emulated" else backends.unavailable(name)
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    if name == "emulated":
+        emulator.load()
+    with memkern.backend(name):
+        yield name
+
+
+@pytest.fixture
+def device(backend: str) -> str:
+    """The device whose tensors that backend serves."""
+    return "cuda" if torch.cuda.is_available() and backend in ("cuda", "triton") else "cpu"
