@@ -48,11 +48,15 @@ def find_cuda_home() -> Path:
     """The CUDA toolkit: $CUDA_HOME, else nvcc on PATH, /usr/local/cuda or the PyPI packages."""
     by_hand = os.environ.get("CUDA_HOME")
     on_path = shutil.which("nvcc")
-    candidates = [Path(by_hand)] if by_hand else [
-        *([Path(on_path).resolve().parents[1]] if on_path else []),
-        Path("/usr/local/cuda"),
-        *sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*")),
-    ]
+    candidates = (
+        [Path(by_hand)]
+        if by_hand
+        else [
+            *([Path(on_path).resolve().parents[1]] if on_path else []),
+            Path("/usr/local/cuda"),
+            *sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*")),
+        ]
+    )
     for home in candidates:
         if (home / "bin" / "nvcc").exists() and (home / "include" / "cuda_fp16.h").exists():
             return home
@@ -80,8 +84,14 @@ def gencode_flags() -> list[str]:
 
 def cpu_rules() -> dict[str, object]:
     torch_dir, _ = torch_paths()
-    compile_ = [find_cxx(), *STABLE_ABI, "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math",
-                "-Wall -Wextra -Wno-unused-parameter", f"-isystem {torch_dir}/include", "-MMD -MF $out.d -c $in -o $out"]
+    compile_ = [
+        find_cxx(),
+        *STABLE_ABI,
+        "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math",
+        "-Wall -Wextra -Wno-unused-parameter",
+        f"-isystem {torch_dir}/include",
+        "-MMD -MF $out.d -c $in -o $out",
+    ]
     if platform.machine() == "x86_64":
         compile_.insert(1, "-mprefer-vector-width=512")
     link = [find_cxx(), "-shared $in -o $out", f"-L{torch_dir}/lib", "-ltorch_cpu -lc10"]
@@ -93,11 +103,24 @@ def cuda_rules() -> dict[str, object]:
     if not has_cuda:
         raise CannotBuild("this PyTorch is built without CUDA")
     home = find_cuda_home()
-    compile_ = [f"{home}/bin/nvcc", *STABLE_ABI, "-DUSE_CUDA -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden",
-                *gencode_flags(), f"-isystem {torch_dir}/include", "-MD -MF $out.d -c $in -o $out"]
+    compile_ = [
+        f"{home}/bin/nvcc",
+        *STABLE_ABI,
+        "-DUSE_CUDA -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden",
+        *gencode_flags(),
+        f"-isystem {torch_dir}/include",
+        "-MD -MF $out.d -c $in -o $out",
+    ]
     # cudart is static, so that one library serves every CUDA version of PyTorch that its driver runs.
-    link = [f"{home}/bin/nvcc", "-shared -cudart static", f"-ccbin {find_cxx()}", "$in -o $out",
-            f"-L{home}/lib -L{home}/lib64", f"-L{torch_dir}/lib", "-ltorch_cuda -ltorch_cpu -lc10"]
+    link = [
+        f"{home}/bin/nvcc",
+        "-shared -cudart static",
+        f"-ccbin {find_cxx()}",
+        "$in -o $out",
+        f"-L{home}/lib -L{home}/lib64",
+        f"-L{torch_dir}/lib",
+        "-ltorch_cuda -ltorch_cpu -lc10",
+    ]
     return {"suffix": "cu", "compile": compile_, "link": link}
 
 
@@ -113,7 +136,9 @@ def run_ninja(name: str, rules: dict[str, object], target: Path, build_dir: Path
     target.parent.mkdir(parents=True, exist_ok=True)
     with (build_dir / "build.ninja").open("w") as file:
         writer = Writer(file, width=10_000)
-        writer.rule("compile", " ".join(rules["compile"]), description=f"compile {name} $in", depfile="$out.d", deps="gcc")
+        writer.rule(
+            "compile", " ".join(rules["compile"]), description=f"compile {name} $in", depfile="$out.d", deps="gcc"
+        )
         writer.rule("link", " ".join(rules["link"]), description="link $out")
         objects = []
         for source in sorted((ROOT / "csrc" / name).glob(f"*.{rules['suffix']}")):
@@ -142,7 +167,9 @@ class BuildNative(build_ext):
                 run_ninja(name, RULES[name](), self.target(name), ROOT / "build" / "native" / name)
             except CannotBuild as reason:
                 if asked:
-                    raise SystemExit(f"MEMKERN_BUILD={asked}: cannot build {self.target(name).name}: {reason}") from reason
+                    raise SystemExit(
+                        f"MEMKERN_BUILD={asked}: cannot build {self.target(name).name}: {reason}"
+                    ) from reason
                 print(f"memkern: {self.target(name).name} is not built: {reason}", file=sys.stderr)
 
     def get_outputs(self) -> list[str]:

@@ -21,7 +21,7 @@ def run(family: harness.Family, device: torch.device, quick: bool, out: Path | N
     """Measure one family, print the table and write the files."""
     clock = CudaClock(device) if device.type == "cuda" else CpuClock()
     environment = report.environment(device, clock.cache_bytes)
-    variants = harness.variants(family, device, with_compile=not quick)
+    variants = harness.variants(family, device, quick)
     cases = family.cases(device.type, quick)
     groups = []
     for number, case in enumerate(cases, 1):
@@ -30,7 +30,7 @@ def run(family: harness.Family, device: torch.device, quick: bool, out: Path | N
         groups.append(harness.summarise(family, case, harness.measure(family, case, variants, clock, device, effort)))
 
     report.show(
-        f"{family.name} on {environment['device']}, {environment['threads']} threads, torch {environment['torch']}",
+        f"{family.name} on {environment['device']}, torch {environment['torch']}, threads: {environment['threads']}",
         f"x torch eager: above 1 is faster than torch eager. {family.formula}.",
         [[report.cells(case, row) for row in group] for case, group in zip(cases, groups, strict=True)],
     )
@@ -41,9 +41,15 @@ def run(family: harness.Family, device: torch.device, quick: bool, out: Path | N
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Time memkern's ops beside PyTorch's own.")
-    parser.add_argument("families", nargs="*", metavar="family", help=f"of {', '.join(FAMILIES)}; all where none is named")
-    parser.add_argument("--quick", action="store_true", help="a few cases, few repeats, without torch.compile")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Time memkern's ops beside PyTorch's own."
+    )
+    parser.add_argument(
+        "families", nargs="*", metavar="family", help=f"of {', '.join(FAMILIES)}; all where none is named"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few cases, few repeats; no torch.compile, no reference backend"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="folder for the files (default: benchmarks/results/<date>-<device>)")
     options = parser.parse_args(arguments)

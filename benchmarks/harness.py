@@ -1,8 +1,8 @@
 """Compare implementations of one op family, case by case.
 
 All variants of a case share their inputs and are sampled in turn (round robin), so that a slow moment
-of the machine hits all of them. Beside them runs ``copy_`` of as many bytes as the case has to move:
-the speed that memory itself allows.
+of the machine hits all of them. One of them is ``copy_`` of as many bytes as the case has to move: the
+speed that memory itself allows.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 import memkern
 from benchmarks.timing import Calls, CpuClock, CudaClock, Sample
 
 EAGER = "torch eager"
-COPY = "copy_ of the same bytes"
+COPY = "copy_, same bytes"
 ROTATION = 3  # the ring's working set, in sizes of the last-level cache
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 Function = Callable[..., Any]
+Clock = CpuClock | CudaClock
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Case:
     """One thing to time.
 
     Args:
-        form: the family's own distinction (GELU: ``"none"`` or ``"tanh"``).
+        form: the family's own distinction (GELU: ``"erf"`` or ``"tanh"``).
         shape: of the input.
         dtype: of the input.
         direction: ``"forward"``, ``"backward"`` or ``"both"``; an optimizer's is ``"step"``.
@@ -108,17 +110,22 @@ class Family:
     call: Callable[[Case, Function, tuple[Tensor, ...]], Callable[[], Any]] = layer_call
 
 
+Ring = list[tuple[Tensor, ...]]  # copies of a case's inputs
+
+
 @dataclass(frozen=True)
 class Variant:
-    """One implementation: how to get its function for a case, and what to be inside while it is called."""
+    """One implementation: how to get its calls, one for each copy of the inputs, and what they run inside."""
 
     name: str
-    function: Callable[[Case], Function]
+    calls: Callable[[Case, Ring], list[Callable[[], Any]]]
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 def why_not(backend: str, device: torch.device) -> str | None:
     """Why a memkern backend cannot be timed on a device, or None."""
+    if backend == "triton" and memkern.backends.interpreting():
+        return "backend 'triton' runs in Triton's interpreter here (TRITON_INTERPRET), which is not made for speed"
     try:
         with memkern.backend(backend):
             memkern.backends.choose(torch.empty(0, device=device))
@@ -134,14 +141,29 @@ def compiled(function: Function) -> Function:
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def variants(family: Family, device: torch.device, with_compile: bool) -> list[Variant]:
-    found = [Variant(EAGER, family.baseline)]
-    if with_compile:
-        found.append(Variant("torch.compile", lambda case: compiled(family.baseline(case))))
-    for name in memkern.backends.names():
-        if why_not(name, device) is None:
-            found.append(Variant(f"memkern {name}", family.fused, partial(memkern.backend, name)))
-    return found + [Variant(name, function) for name, function in family.peers.items()]
+def copies(case: Case, ring: Ring) -> list[Callable[[], Any]]:
+    """``copy_`` of as many bytes as the case moves: half of them read, half written."""
+    source = torch.randn(case.bytes // 8, device=ring[0][0].device)  # fp32
+    return [partial(torch.empty_like(source).copy_, source.clone()) for _ in ring]
+
+
+def variants(family: Family, device: torch.device, quick: bool) -> list[Variant]:
+    """All that can run here. ``quick`` leaves out compiling, and the reference where it is not all there is."""
+
+    def calls(function_for: Callable[[Case], Function], case: Case, ring: Ring) -> list[Callable[[], Any]]:
+        function = function_for(case)
+        return [family.call(case, function, inputs) for inputs in ring]
+
+    backends = [name for name in memkern.backends.names() if why_not(name, device) is None]
+    if quick and len(backends) > 1:
+        backends.remove("reference")
+    found = [Variant(COPY, copies), Variant(EAGER, partial(calls, family.baseline))]
+    if not quick:
+        found.append(Variant("torch.compile", partial(calls, lambda case: compiled(family.baseline(case)))))
+    found += [
+        Variant(f"memkern {name}", partial(calls, family.fused), partial(memkern.backend, name)) for name in backends
+    ]
+    return found + [Variant(name, partial(calls, function_for)) for name, function_for in family.peers.items()]
 
 
 @dataclass(frozen=True)
@@ -154,7 +176,7 @@ class Effort:
 
 
 QUICK = Effort(fewest=3, most=10, seconds=0.2)
-FULL = Effort(fewest=5, most=40, seconds=1.5)
+FULL = Effort(fewest=5, most=40, seconds=1.0)
 
 
 @dataclass
@@ -165,51 +187,47 @@ class Result:
     samples: list[Sample] = field(default_factory=list)
     error: str = ""
 
+    def fail(self, what: str, error: Exception) -> None:
+        """Keep the kind of error alone (its text may name folders), and print the whole."""
+        self.error = type(error).__name__
+        self.samples.clear()
+        print(f"{what}: {self.error}: {error}", file=sys.stderr)
+
 
 def ring_size(case: Case, cache_bytes: int) -> int:
     return max(2, math.ceil(ROTATION * cache_bytes / case.bytes))
 
 
 def measure(
-    family: Family, case: Case, variants: list[Variant], clock: CpuClock | CudaClock, device: torch.device, effort: Effort
+    family: Family, case: Case, variants: list[Variant], clock: Clock, device: torch.device, effort: Effort
 ) -> dict[str, Result]:
-    """Time every variant of a case, and the copy; results by variant's name.
+    """Time every variant of a case; results by variant's name.
 
-    A variant that raises while it is made ready is reported and left out: the rest goes on.
+    A variant that raises is reported and left out from there on: the rest goes on.
     """
     torch.manual_seed(0)
+    results = {}
+    samplers = []
     with clock.context():
         originals = family.inputs(case, device)
         ring = [
             tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in originals)
             for _ in range(ring_size(case, clock.cache_bytes))
         ]
-
-        def make_calls(variant: Variant) -> Calls:
-            function = variant.function(case)
-            return Calls([family.call(case, function, inputs) for inputs in ring])
-
-        def copy_calls(variant: Variant) -> Calls:
-            source = torch.randn(case.bytes // 8, device=device)  # fp32, so half of the bytes: read, then written
-            return Calls([partial(torch.empty_like(source).copy_, source.clone()) for _ in ring])
-
-        results = {}
-        samplers = []
-        for variant, make in [(Variant(COPY, family.baseline), copy_calls), *((v, make_calls) for v in variants)]:
+        for variant in variants:
             result = results[variant.name] = Result()
             try:
                 with variant.context():
-                    result.method, sample = clock.ready(make(variant))
+                    result.method, sample = clock.ready(Calls(variant.calls(case, ring)))
             except Exception as error:  # a compiler or a peer may raise anything
-                result.error = type(error).__name__
-                print(f"{variant.name}, {case.label}: {result.error}: {error}", file=sys.stderr)
+                result.fail(f"{variant.name}, {case.label}", error)
             else:
                 samplers.append((variant, result, sample))
-        _sample_in_turn(samplers, effort)
+        _sample_in_turn(case, samplers, effort)
     return results
 
 
-def _sample_in_turn(samplers: list[tuple[Variant, Result, Callable[[], Sample]]], effort: Effort) -> None:
+def _sample_in_turn(case: Case, samplers: list[tuple[Variant, Result, Callable[[], Sample]]], effort: Effort) -> None:
     gc.collect()
     gc.disable()
     start = time.perf_counter()
@@ -217,8 +235,13 @@ def _sample_in_turn(samplers: list[tuple[Variant, Result, Callable[[], Sample]]]
         if done >= effort.fewest and time.perf_counter() - start > effort.seconds:
             break
         for variant, result, sample in samplers:
-            with variant.context():
-                result.samples.append(sample())
+            if result.error:
+                continue
+            try:
+                with variant.context():
+                    result.samples.append(sample())
+            except Exception as error:  # memory may run out here, too
+                result.fail(f"{variant.name}, {case.label}", error)
     gc.enable()
 
 
@@ -246,9 +269,8 @@ class Row:
 
 def summarise(family: Family, case: Case, results: dict[str, Result]) -> list[Row]:
     """The rows of one case."""
-    medians = {
-        name: statistics.median(seconds for seconds, _ in result.samples) for name, result in results.items() if result.samples
-    }
+    times = {name: [seconds for seconds, _ in result.samples] for name, result in results.items()}
+    medians = {name: statistics.median(seconds) for name, seconds in times.items() if seconds}
     rows = []
     for name, result in results.items():
         own = medians.get(name)
@@ -265,7 +287,7 @@ def summarise(family: Family, case: Case, results: dict[str, Result]) -> list[Ro
                 method=result.method,
                 rounds=len(result.samples),
                 seconds=own,
-                spread=_spread([seconds for seconds, _ in result.samples]),
+                spread=_spread(times[name]),
                 gigabytes_per_second=case.bytes / own / 1e9 if own else None,
                 percent_of_copy=100 * medians[COPY] / own if own and COPY in medians else None,
                 ratio_to_eager=medians[EAGER] / own if own and EAGER in medians else None,

@@ -52,7 +52,7 @@ def environment(device: torch.device, cache_bytes: int) -> dict[str, Any]:
 def cells(case: Case, row: Row) -> list[str]:
     """A row of the table, as wide as ``COLUMNS``."""
     if row.error:
-        return [case.label, row.variant, f"failed: {row.error}", "", "", "", "", ""]
+        return [case.label, f"{row.variant}: {row.error}", "failed", "", "", "", "", ""]
 
     def figure(value: float | None, form: str) -> str:
         return "-" if value is None else form.format(value)
@@ -87,7 +87,7 @@ def show(title: str, caption: str, groups: list[list[list[str]]]) -> None:
             table.add_row(*line)
         table.add_section()
     console = Console()
-    console.width = max(console.width, 120)  # a file or a narrow terminal would lose columns
+    console.width = max(console.width, 132)  # a file or a narrow terminal would lose columns
     console.print(table)
 
 
@@ -115,7 +115,10 @@ def plot(folder: Path, family: Family, labels: list[str], rows: list[list[Row]],
     names = dict.fromkeys(row.variant for group in rows for row in group if row.variant not in (COPY, EAGER))
     for name in names:
         points = [
-            (row.ratio_to_eager, place) for place, group in enumerate(rows) for row in group if row.variant == name and row.ratio_to_eager
+            (row.ratio_to_eager, place)
+            for place, group in enumerate(rows)
+            for row in group
+            if row.variant == name and row.ratio_to_eager
         ]
         if points:
             axes.plot(*zip(*points, strict=True), "o", label=name)

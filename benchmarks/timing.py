@@ -8,7 +8,9 @@ the allocator honest: every call allocates its output, as in training, the same 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import platform
 import time
 from collections.abc import Callable
 from typing import Any
@@ -46,19 +48,29 @@ class CpuClock:
     """Wall clock. A sample is as many calls as take about ``SAMPLE`` seconds, one at least."""
 
     SAMPLE = 0.005
+    WARM_UP = 0.1  # seconds, or one time round the ring
+    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
     SMALLEST_CACHE = 32 * 2**20  # where the system does not tell, or counts one slice of it
 
     def __init__(self) -> None:
         told = os.sysconf("SC_LEVEL3_CACHE_SIZE") if "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names else 0
         self.cache_bytes = max(told, self.SMALLEST_CACHE)
+        if platform.libc_ver()[0] == "glibc":
+            # Keep freed memory. Else it goes back to the system now and then, and the page faults of getting
+            # it again, longer than the work itself, fall on whichever variant comes next.
+            libc = ctypes.CDLL(None)
+            libc.mallopt(self.M_MMAP_MAX, 0)
+            libc.mallopt(self.M_TRIM_THRESHOLD, -1)
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
     def ready(self, calls: Calls) -> tuple[str, Callable[[], Sample]]:
         """Warm up; return the method's name and what takes one sample."""
-        calls.run(len(calls))
-        count = max(1, min(len(calls), round(self.SAMPLE / calls.seconds(1))))
+        calls.run(1)
+        once = calls.seconds(1)
+        calls.run(min(len(calls), round(self.WARM_UP / once)))
+        count = max(1, min(len(calls), round(self.SAMPLE / once)))
         return "wall clock", lambda: (calls.seconds(count), None)
 
 
@@ -66,8 +78,10 @@ class CudaClock:
     """Device time between two events, with work queued ahead so that the host is never waited for.
 
     The ring is captured in a CUDA graph and replayed. Calls that cannot be captured (they synchronise,
-    say) are queued behind a sleeping kernel instead. Everything runs on one stream, since a gradient
-    runs on its forward pass's stream and has to be captured too.
+    say) are queued behind a sleeping kernel instead. Either way a call's time is that of its kernels and
+    of the microsecond or so between one kernel and the next, which counts where tensors are small.
+    Everything runs on one stream, since a gradient runs on its forward pass's stream and has to be
+    captured too.
     """
 
     REPLAYS = 4
@@ -89,6 +103,8 @@ class CudaClock:
         try:
             with torch.cuda.graph(graph, stream=self.stream):
                 calls.run(len(calls))
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:
             return "events", lambda: self._queued(calls)
         return "graph", lambda: (self._replayed(graph, len(calls)), self._host(calls))

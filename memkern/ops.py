@@ -33,6 +33,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "gelu_backward": _like_x_backward,
 }
 
+
 def check_like(name: str, value: Tensor, x: Tensor) -> None:
     """Raise ValueError unless ``value`` has the shape, dtype and device of ``x``."""
     for what in ("shape", "dtype", "device"):

@@ -33,7 +33,8 @@ def exact(x: torch.Tensor, approximate: str) -> tuple[torch.Tensor, torch.Tensor
         weight = torch.sigmoid(v1 * (w + 0.044715 * w**3))
         slope = weight * torch.sigmoid(-v1 * (w + 0.044715 * w**3)) * v1 * (1 + 3 * 0.044715 * w * w)
     else:
-        weight = torch.special.ndtr(w)
+        far_side = torch.special.erfcx(w.abs() / math.sqrt(2)) / 2 * torch.exp(-w * w / 2)
+        weight = torch.where(w < 0, far_side, 1 - far_side)
         slope = torch.exp(-w * w / 2) / math.sqrt(2 * math.pi)
     return torch.where(x > 60, x, w * weight), weight + w * slope
 
@@ -56,10 +57,11 @@ def assert_within(limit: float, actual: torch.Tensor, expected: torch.Tensor, x:
 
 
 def test_the_yardstick(approximate: str) -> None:
-    """The fp64 formulas above against 50 digits."""
+    """The fp64 formulas above against 400 digits."""
     x = torch.tensor([-20.0, -13.0, -6.0, -5.5, -5.0, -0.7517915, -1e-3, 0.0, 0.3, 2.0, 8.0], dtype=torch.double)
     y, derivative = exact(x, approximate)
-    with mpmath.workdps(50):
+    with mpmath.workdps(400):
+
         def form(t):
             if approximate == "none":
                 return t * mpmath.ncdf(t)
@@ -67,7 +69,9 @@ def test_the_yardstick(approximate: str) -> None:
 
         for i, value in enumerate(x.tolist()):
             assert y[i].item() == pytest.approx(float(form(mpmath.mpf(value))), rel=1e-12, abs=1e-300)
-            assert derivative[i].item() == pytest.approx(float(mpmath.diff(form, mpmath.mpf(value))), rel=1e-8, abs=1e-300)
+            assert derivative[i].item() == pytest.approx(
+                float(mpmath.diff(form, mpmath.mpf(value))), rel=1e-8, abs=1e-300
+            )
 
 
 @pytest.mark.exhaustive
@@ -93,7 +97,25 @@ def test_every_16_bit_value_times_a_gradient(backend: str, device: str, dtype: t
 
 def test_fp32_to_the_subnormal_range(backend: str, device: str, approximate: str) -> None:
     """Within 4 ulp. PyTorch 2.14 is not: at -5.5 its erf form is off by 57 %, its tanh form returns 0."""
-    hard = [-5, -5.5, -6, -13, -14.4, 13, 1e20, -1e20, 3e38, -3e38, 0.0, -0.0, 1e-40, -1e-40, math.inf, -math.inf, math.nan]
+    hard = [
+        -5,
+        -5.5,
+        -6,
+        -13,
+        -14.4,
+        13,
+        1e20,
+        -1e20,
+        3e38,
+        -3e38,
+        0.0,
+        -0.0,
+        1e-40,
+        -1e-40,
+        math.inf,
+        -math.inf,
+        math.nan,
+    ]
     grid = torch.cat([torch.linspace(-15, 15, 40_000), torch.logspace(-42, 38, 4_000), -torch.logspace(-42, 38, 4_000)])
     zeros = torch.tensor([-0.75179, -0.7525], dtype=torch.float32)  # of the two derivatives
     beside = (zeros.view(torch.int32)[:, None] + torch.arange(-2000, 2000, dtype=torch.int32)).view(torch.float32)
@@ -153,7 +175,8 @@ def test_any_layout(backend: str, device: str, shape: tuple[int, ...], dtype: to
             limit = 1 if dtype == torch.float16 else 4
             assert_within(limit, y, expected_y, x)
             assert_within(limit + 0.5, dx, dy.cpu().double() * expected_dx, x)
-        assert y.stride() == F.gelu(x).stride(), x_layout
+        for size, stride, torchs in zip(y.shape, y.stride(), F.gelu(x).stride(), strict=True):
+            assert size < 2 or stride == torchs, x_layout
 
 
 def test_any_alignment(backend: str, device: str, approximate: str) -> None:
@@ -178,7 +201,11 @@ def test_inputs_stay_as_they_were_and_runs_repeat(backend: str, device: str, app
 
 
 def test_opcheck(backend: str, device: str, approximate: str) -> None:
-    for x in (torch.randn(3, 5, device=device), torch.randn(4, 6, device=device).half().t(), torch.empty(0, device=device)):
+    for x in (
+        torch.randn(3, 5, device=device),
+        torch.randn(4, 6, device=device).half().t(),
+        torch.empty(0, device=device),
+    ):
         dy = torch.ones((), dtype=x.dtype, device=device).expand(x.shape)
         torch.library.opcheck(ops.op(backend, "gelu_forward"), (x, approximate))
         torch.library.opcheck(ops.op(backend, "gelu_backward"), (dy, x, approximate))
@@ -190,7 +217,9 @@ def test_derivatives_of_every_kind(backend: str, device: str, approximate: str) 
 
     needs_fp64(backend)
     x = torch.randn(3, 4, dtype=torch.double, device=device, requires_grad=True)
-    assert torch.autograd.gradcheck(f, x, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
+    assert torch.autograd.gradcheck(
+        f, x, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+    )
     assert torch.autograd.gradgradcheck(f, x, check_fwd_over_rev=True, check_rev_over_rev=True)
 
 
@@ -200,7 +229,9 @@ def test_function_transforms(backend: str, device: str, approximate: str) -> Non
 
     v = torch.randn(3, 4, device=device)
     for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
-        torch.testing.assert_close(transform(lambda t: f(t).sum(0))(v), transform(lambda t: F.gelu(t, approximate=approximate).sum(0))(v))
+        torch.testing.assert_close(
+            transform(lambda t: f(t).sum(0))(v), transform(lambda t: F.gelu(t, approximate=approximate).sum(0))(v)
+        )
     torch.testing.assert_close(torch.func.grad(lambda t: f(t).sum())(v), exact(v, approximate)[1].to(v))
     torch.testing.assert_close(torch.vmap(f, in_dims=1, out_dims=1)(v), f(v))
     per_sample = torch.vmap(torch.func.grad(lambda t: f(t).sum()))(v)

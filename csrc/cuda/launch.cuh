@@ -35,5 +35,12 @@ void launch(void (*kernel)(Parameters...), int64_t grid, int block, size_t share
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+// The dynamic shared memory of the launch, aligned to 16 bytes.
+template <class T>
+__device__ __forceinline__ T* dynamic_shared() {
+  extern __shared__ __align__(16) unsigned char memory[];
+  return reinterpret_cast<T*>(memory);
+}
+
 }  // namespace memkern
 #endif

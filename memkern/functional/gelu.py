@@ -33,7 +33,9 @@ class _GELU(Function):
         return _gelu_backward(dy, x, ctx.approximate, ctx.backend), None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None, None], x: Tensor, approximate: str, backend: str) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: tuple[int, None, None], x: Tensor, approximate: str, backend: str
+    ) -> tuple[Tensor, int]:
         return _gelu(x, approximate, backend), in_dims[0]
 
 
@@ -53,7 +55,12 @@ class _GELUBackward(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dy, x = ctx.saved_tensors
-        return _gelu_backward(g, x, ctx.approximate, ctx.backend), _times_curvature(g, dy, x, ctx.approximate), None, None
+        return (
+            _gelu_backward(g, x, ctx.approximate, ctx.backend),
+            _times_curvature(g, dy, x, ctx.approximate),
+            None,
+            None,
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, dy: Tensor, x: Tensor, approximate: str, backend: str) -> tuple[Tensor, int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memkern.ops import check_like
-from memkern.reference.common import wide
+from memkern.reference.common import stored_like, wide
 
 # GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415), written so that nothing cancels: with t = |x| and
 # Q(t) the weight of the far side, gelu(x) = max(x, 0) - t Q(t), and gelu'(t) = 1 - gelu'(-t).
@@ -32,7 +32,7 @@ def _far_side(t: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
 def gelu_forward(x: Tensor, approximate: str) -> Tensor:
     w = wide(x)
     t = w.abs().clamp(max=FAR)
-    return (w.clamp(min=0) - t * _far_side(t, approximate)[0]).to(x.dtype)
+    return stored_like(x, w.clamp(min=0) - t * _far_side(t, approximate)[0])
 
 
 def gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
@@ -41,7 +41,7 @@ def gelu_backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
     t = w.abs().clamp(max=FAR)
     q, slope = _far_side(t, approximate)
     negative = q - t * slope
-    return (wide(dy) * torch.where(w < 0, negative, 1 - negative)).to(x.dtype)
+    return stored_like(x, wide(dy) * torch.where(w < 0, negative, 1 - negative))
 
 
 def gelu_second_derivative(x: Tensor, approximate: str) -> Tensor:

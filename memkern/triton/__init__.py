@@ -9,13 +9,17 @@ from __future__ import annotations
 from torch.library import triton_op
 
 from memkern import ops
+from memkern.backends import interpreting
 from memkern.triton import gelu
 
 FAMILIES = (gelu,)
 
 
 def register() -> None:
-    """Define the ops of namespace ``memkern_triton``."""
+    """Define and implement the ops of namespace ``memkern_triton``."""
     for family in FAMILIES:
         for name, function in family.IMPLEMENTATIONS.items():
-            triton_op(f"memkern_triton::{name}", function, mutates_args=(), schema=ops.SCHEMAS[name])
+            if interpreting():  # kernels PyTorch cannot trace into
+                ops.define("triton").impl(name, function, "CompositeExplicitAutograd")
+            else:
+                triton_op(f"memkern_triton::{name}", function, mutates_args=(), schema=ops.SCHEMAS[name])
