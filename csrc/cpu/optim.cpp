@@ -163,10 +163,13 @@ Tensor check_and_norm(const Tensors& grads, const std::optional<Tensor>& grad_sc
     for_type(rows[row].type[kGrad], [&, begin = begin, end = end, row = row](auto tag) {
       using T = decltype(tag);
       using A = decltype(widen(tag));
-      A sum[kLanes] = {}, top[kLanes] = {};
-      square_sum(static_cast<const T*>(rows[row].data[kGrad]) + begin, A(unscale), end - begin, sum, top);
-      sums[i] = total(sum);
-      tops[i] = total(top);
+      const T* grad = static_cast<const T*>(rows[row].data[kGrad]);
+      for (int64_t j = begin; j < end; j += kBlock) {
+        A sum[kLanes] = {}, top[kLanes] = {};
+        square_sum(grad + j, A(unscale), std::min(kBlock, end - j), sum, top);
+        sums[i] += total(sum);
+        tops[i] += total(top);
+      }
     });
   });
   double sum = 0, top = 0;
