@@ -34,7 +34,7 @@ struct Adam {
             A(1 - beta1),
             A(beta2),
             A(1 - beta2),
-            A(1 / sqrt(1 - pow(beta2, t))),
+            A(sqrt(1 - pow(beta2, t))),
             A(eps),
             A(lr / (1 - pow(beta1, t)))};
   }
@@ -48,7 +48,7 @@ struct Adam {
     v = s.v_keep * v + s.v_rate * g * g;
     A used = v;
     if constexpr (Amsgrad) used = state[2] = state[2] > v ? state[2] : v;
-    w = w * s.shrink - s.size * (m / (sqrt(used) * s.v_root + s.eps));
+    w = w * s.shrink - s.size * m / (sqrt(used) / s.v_root + s.eps);
   }
 };
 
@@ -121,14 +121,14 @@ struct Lamb {
   template <class A>
   MK_HD Scalars<A> scalars(double lr, double t) const {
     return {A(lr),        A(1 - beta1),   A(1 / (1 - pow(beta1, t))), A(beta2),
-            A(1 - beta2), A(1 / sqrt(1 - pow(beta2, t))), A(eps),     A(weight_decay)};
+            A(1 - beta2), A(sqrt(1 - pow(beta2, t))), A(eps),     A(weight_decay)};
   }
 
   template <class A>
   static MK_HD A direction(const Scalars<A>& s, A w, A g, A* state) {
     state[0] += s.m_rate * (g - state[0]);
     state[1] = s.v_keep * state[1] + s.v_rate * g * g;
-    return s.m_unbias * state[0] / (sqrt(state[1]) * s.v_root + s.eps) + s.decay * w;
+    return s.m_unbias * state[0] / (sqrt(state[1]) / s.v_root + s.eps) + s.decay * w;
   }
 
   template <class A>
