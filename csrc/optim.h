@@ -1,19 +1,19 @@
-// The optimizer steps, one element at a time, for the CPU loops and the CUDA kernels; and the lists of
-// tensors that their ops are given.
+// The optimizer steps, one element at a time, for the CPU loops and the CUDA kernels.
 //
 // A is what an element is computed in: float, or double where the parameter is one. The numbers that a
 // whole tensor shares come from scalars(), in double: 1 - beta^t cancels where beta^t is near 1.
 #pragma once
 
-#include <optional>
-
 #include "math.h"
-#include "tensor.h"
 
 namespace memkern {
 namespace optim {
 
 // ---- Formulas
+
+// The overload for float, which the global namespace of a host compiler may lack.
+MK_HD float root(float x) { return sqrtf(x); }
+MK_HD double root(double x) { return sqrt(x); }
 
 // Adam (Kingma & Ba 2015) and, decoupled, AdamW (Loshchilov & Hutter 2019), rounded as torch.optim rounds.
 template <bool Amsgrad>
@@ -48,7 +48,7 @@ struct Adam {
     v = s.v_keep * v + s.v_rate * g * g;
     A used = v;
     if constexpr (Amsgrad) used = state[2] = state[2] > v ? state[2] : v;
-    w = w * s.shrink - s.size * m / (sqrt(used) / s.v_root + s.eps);
+    w = w * s.shrink - s.size * m / (root(used) / s.v_root + s.eps);
   }
 };
 
@@ -128,7 +128,7 @@ struct Lamb {
   static MK_HD A direction(const Scalars<A>& s, A w, A g, A* state) {
     state[0] += s.m_rate * (g - state[0]);
     state[1] = s.v_keep * state[1] + s.v_rate * g * g;
-    return s.m_unbias * state[0] / (sqrt(state[1]) / s.v_root + s.eps) + s.decay * w;
+    return s.m_unbias * state[0] / (root(state[1]) / s.v_root + s.eps) + s.decay * w;
   }
 
   template <class A>
@@ -160,90 +160,6 @@ struct OnDevice {
 MK_HD float clip_factor(double max_norm, float norm) {
   const double factor = max_norm / (double(norm) + 1e-6);
   return factor < 1 ? float(factor) : 1.0f;
-}
-
-// ---- Lists of tensors
-
-using Tensors = std::vector<Tensor>;
-
-enum Type : uint8_t { kHalf, kBFloat16, kFloat, kDouble };
-
-inline Type type_of(const Tensor& x, const char* name) {
-  switch (x.scalar_type()) {
-    case ScalarType::Half: return kHalf;
-    case ScalarType::BFloat16: return kBFloat16;
-    case ScalarType::Float: return kFloat;
-    case ScalarType::Double: return kDouble;
-    default: STD_TORCH_CHECK(false, name, ": needs float16, bfloat16, float32 or float64");
-  }
-}
-
-// One parameter's tensors, which lie in memory in one order. The weight is the fp32 master where there is
-// one, and the copy is then the 16-bit parameter.
-enum List { kWeight, kGrad, kCopy, kState };
-constexpr int kLists = kState + 3;
-struct Row {
-  void* data[kLists];
-  const float* step;
-  int64_t n;
-  Type type[kLists];
-};
-
-inline bool same_layout(const Tensor& x, const Tensor& y) {
-  if (x.dim() != y.dim()) return false;
-  for (int64_t d = 0; d < x.dim(); ++d)
-    if (x.size(d) != y.size(d) || (x.stride(d) != y.stride(d) && x.size(d) != 1)) return false;
-  return true;
-}
-
-// The rows of tensors that have elements, in order.
-inline std::vector<Row> rows_of(const Tensors& params, const Tensors& grads, const std::vector<const Tensors*>& states,
-                                const Tensors& masters, const Tensors& steps) {
-  const auto check_length = [&](const Tensors& list, const char* name, bool may_be_empty) {
-    STD_TORCH_CHECK(list.size() == params.size() || (may_be_empty && list.empty()), name, ": got ", list.size(),
-                    " tensors, needs one for each of ", params.size(), " params");
-  };
-  check_length(grads, "grads", false);
-  check_length(masters, "masters", true);
-  check_length(steps, "steps", true);
-  for (const Tensors* state : states) check_length(*state, "states", false);
-  std::vector<Row> rows;
-  for (size_t i = 0; i < params.size(); ++i) {
-    const Tensor& p = params[i];
-    Row row{};
-    row.n = p.numel();
-    const auto put = [&](int list, const Tensor& x, const char* name) {
-      STD_TORCH_CHECK(same_layout(p, x) && x.get_device_index() == p.get_device_index(), name, "[", i,
-                      "]: needs the shape, strides and device of params[", i, "]");
-      row.data[list] = x.mutable_data_ptr();
-      row.type[list] = type_of(x, name);
-    };
-    STD_TORCH_CHECK(is_dense(p), "params[", i, "]: needs elements that fill one stretch of memory");
-    put(kWeight, masters.empty() ? p : masters[i], "masters");
-    put(kGrad, grads[i], "grads");
-    if (!masters.empty()) put(kCopy, p, "params");
-    for (size_t k = 0; k < states.size(); ++k) put(kState + static_cast<int>(k), (*states[k])[i], "states");
-    if (!steps.empty()) {
-      STD_TORCH_CHECK(type_of(steps[i], "steps") == kFloat && steps[i].numel() == 1, "steps: needs fp32 scalars");
-      row.step = static_cast<const float*>(steps[i].const_data_ptr());
-    }
-    if (row.n > 0) rows.push_back(row);
-  }
-  return rows;
-}
-
-inline const float* scalar(const std::optional<Tensor>& x, const char* name) {
-  if (!x) return nullptr;
-  STD_TORCH_CHECK(type_of(*x, name) == kFloat && x->numel() == 1, name, ": needs one fp32 number");
-  return static_cast<const float*>(x->const_data_ptr());
-}
-
-inline OnDevice on_device(const std::optional<Tensor>& lr_tensor, const std::optional<Tensor>& grad_scale,
-                          const std::optional<Tensor>& clip, const std::optional<Tensor>& found_inf, double lr,
-                          bool maximize, bool write_grads) {
-  const float* scale = scalar(grad_scale, "grad_scale");
-  return {scalar(lr_tensor, "lr_tensor"), scale, scalar(clip, "clip"), scalar(found_inf, "found_inf"), lr, maximize,
-          write_grads && scale != nullptr};
 }
 
 }  // namespace optim

@@ -180,7 +180,7 @@ def check_step(
     t.run(backend, algorithm, maximize=maximize, write_grads=write_grads, **given)
     unscale = float(torch.tensor(1 / grad_scale)) if grad_scale else 1.0  # fp32, as the kernels have it
     factor = unscale * (float(given["clip"]) if clip else 1.0) * (-1 if maximize else 1)
-    size = torch.tensor(LR)  # of an update, roughly
+    size = torch.tensor(LR)  # of a direction's rounding in a parameter, where the direction itself comes out near 0
     # The error of LAMB's norms, sums over the tensor, is in every element.
     ulps = (100 if dtypes.param == FP64 else 8) if algorithm.update is lamb else 4
     for i in range(len(t.params)):
@@ -189,8 +189,8 @@ def check_step(
         )
         exact, new_states = algorithm.update(weight, grad * factor, states, float(t.steps[i]) if t.steps else 0.0)
         for k, (now, new, was) in enumerate(zip(t.states, new_states, before.states, strict=True)):
-            assert_close(now[i], new, (was[i], (grad * factor) ** (1 if k == 0 else 2)))
-        assert_close((t.masters or t.params)[i], exact, (weight, size), ulps)
+            assert_close(now[i], new, (was[i], *((x if k == 0 else x**2) for x in (grad * factor, DECAY * weight))))
+        assert_close((t.masters or t.params)[i], exact, (weight, exact - weight, size), ulps)
         if t.masters:
             assert torch.equal(t.params[i], t.masters[i].to(dtypes.param))
         expected = (grad * unscale).to(dtypes.grad) if write_grads and grad_scale else before.grads[i].cpu()

@@ -1,6 +1,6 @@
 // The optimizer ops on the CPU. Work is cut into chunks over all tensors together, which the threads share;
 // a chunk's tensors are converted to the type that is computed in, a block at a time, in the first-level cache.
-#include "../optim.h"
+#include "../optim_ops.h"
 
 #include "loops.h"
 
@@ -143,7 +143,7 @@ double total(const A (&lanes)[kLanes]) {
   return sum;
 }
 
-Tensor check_and_norm(const Tensors& grads, const std::optional<Tensor>& grad_scale, double max_norm) {
+Tensor check_and_norm(const Tensors& grads, const Maybe& grad_scale, double max_norm) {
   std::vector<Row> rows;
   Tensors kept;  // dense copies of gradients with gaps
   for (const Tensor& grad : grads) {
@@ -183,7 +183,7 @@ Tensor check_and_norm(const Tensors& grads, const std::optional<Tensor>& grad_sc
   return result;
 }
 
-void advance(const Tensors& steps, const std::optional<Tensor>& skipped, const std::optional<Tensor>& found_inf) {
+void advance(const Tensors& steps, const Maybe& skipped, const Maybe& found_inf) {
   const float* found = scalar(found_inf, "found_inf");
   if (found == nullptr || *found == 0) {
     for (const Tensor& step : steps) *static_cast<float*>(step.mutable_data_ptr()) += 1;
@@ -227,9 +227,8 @@ void store_copy(const Row& row, int64_t begin, const float* weight, int64_t n) {
 
 // ratios: a factor for the learning rate of each row, or none.
 template <class Algorithm>
-void run(const Algorithm& algorithm, const OnDevice& numbers, const std::vector<Row>& rows,
-         const std::vector<double>& ratios = {}) {
-  if (numbers.skip()) return;
+void update(const Algorithm& algorithm, const OnDevice& numbers, const std::vector<Row>& rows,
+            const std::vector<double>& ratios) {
   const std::vector<Chunk> chunks = chunks_of(rows);
   for_blocks(rows, chunks, [&](auto tag, int64_t i, int64_t begin, int64_t n) {
     using A = decltype(tag);
@@ -275,49 +274,16 @@ std::vector<double> lamb_ratios(const Lamb& algorithm, const OnDevice& numbers, 
   return ratios;
 }
 
-using Maybe = std::optional<Tensor>;
-
-void adamw_step(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
-                const Tensors& max_exp_avg_sqs, const Tensors& masters, const Tensors& steps, const Maybe& lr_tensor,
-                const Maybe& grad_scale, const Maybe& clip, const Maybe& found_inf, double lr, double beta1,
-                double beta2, double eps, double weight_decay, bool decoupled, bool maximize, bool write_grads) {
-  const OnDevice numbers = on_device(lr_tensor, grad_scale, clip, found_inf, lr, maximize, write_grads);
-  if (max_exp_avg_sqs.empty())
-    run(Adam<false>{beta1, beta2, eps, weight_decay, decoupled}, numbers,
-        rows_of(params, grads, {&exp_avgs, &exp_avg_sqs}, masters, steps));
-  else
-    run(Adam<true>{beta1, beta2, eps, weight_decay, decoupled}, numbers,
-        rows_of(params, grads, {&exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs}, masters, steps));
-}
-
-void sgd_step(const Tensors& params, const Tensors& grads, const Tensors& momentum_buffers, const Tensors& masters,
-              const Tensors& steps, const Maybe& lr_tensor, const Maybe& grad_scale, const Maybe& clip,
-              const Maybe& found_inf, double lr, double momentum, double dampening, double weight_decay, bool nesterov,
-              bool maximize, bool write_grads) {
-  const OnDevice numbers = on_device(lr_tensor, grad_scale, clip, found_inf, lr, maximize, write_grads);
-  if (momentum_buffers.empty())
-    run(Sgd<false>{momentum, dampening, weight_decay, nesterov}, numbers, rows_of(params, grads, {}, masters, steps));
-  else
-    run(Sgd<true>{momentum, dampening, weight_decay, nesterov}, numbers,
-        rows_of(params, grads, {&momentum_buffers}, masters, steps));
-}
-
-void lamb_step(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
-               const Tensors& masters, const Tensors& steps, const Maybe& lr_tensor, const Maybe& grad_scale,
-               const Maybe& clip, const Maybe& found_inf, double lr, double beta1, double beta2, double eps,
-               double weight_decay, bool maximize, bool write_grads) {
-  const OnDevice numbers = on_device(lr_tensor, grad_scale, clip, found_inf, lr, maximize, write_grads);
-  const Lamb algorithm{beta1, beta2, eps, weight_decay};
-  const auto rows = rows_of(params, grads, {&exp_avgs, &exp_avg_sqs}, masters, steps);
-  if (!numbers.skip()) run(algorithm, numbers, rows, lamb_ratios(algorithm, numbers, rows));
-}
-
-void lion_step(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs, const Tensors& masters,
-               const Maybe& lr_tensor, const Maybe& grad_scale, const Maybe& clip, const Maybe& found_inf, double lr,
-               double beta1, double beta2, double weight_decay, bool maximize, bool write_grads) {
-  const OnDevice numbers = on_device(lr_tensor, grad_scale, clip, found_inf, lr, maximize, write_grads);
-  run(Lion{beta1, beta2, weight_decay}, numbers, rows_of(params, grads, {&exp_avgs}, masters, {}));
-}
+struct Runner {
+  template <class Algorithm>
+  static void run(const Algorithm& algorithm, const OnDevice& numbers, const std::vector<Row>& rows, const Tensor&) {
+    if (numbers.skip()) return;
+    if constexpr (std::is_same_v<Algorithm, Lamb>)
+      update(algorithm, numbers, rows, lamb_ratios(algorithm, numbers, rows));
+    else
+      update(algorithm, numbers, rows, {});
+  }
+};
 
 }  // namespace
 }  // namespace optim
@@ -326,8 +292,8 @@ void lion_step(const Tensors& params, const Tensors& grads, const Tensors& exp_a
 STABLE_TORCH_LIBRARY_IMPL(memkern_cpu, CPU, m) {
   m.impl("check_and_norm", TORCH_BOX(&memkern::optim::check_and_norm));
   m.impl("advance", TORCH_BOX(&memkern::optim::advance));
-  m.impl("adamw_step", TORCH_BOX(&memkern::optim::adamw_step));
-  m.impl("sgd_step", TORCH_BOX(&memkern::optim::sgd_step));
-  m.impl("lamb_step", TORCH_BOX(&memkern::optim::lamb_step));
-  m.impl("lion_step", TORCH_BOX(&memkern::optim::lion_step));
+  m.impl("adamw_step", TORCH_BOX(&memkern::optim::adamw_step<memkern::optim::Runner>));
+  m.impl("sgd_step", TORCH_BOX(&memkern::optim::sgd_step<memkern::optim::Runner>));
+  m.impl("lamb_step", TORCH_BOX(&memkern::optim::lamb_step<memkern::optim::Runner>));
+  m.impl("lion_step", TORCH_BOX(&memkern::optim::lion_step<memkern::optim::Runner>));
 }
