@@ -143,7 +143,7 @@ def require(name: str) -> None:
 
 
 def explain(x: Tensor | torch.device | str) -> dict[str, str]:
-    """For each backend, what it does for ``x`` (a tensor; or a device, for its fp32 tensors): runs, or why it does not."""
+    """For each backend, that it runs for ``x`` (a tensor; or a device, for its fp32 tensors) or why it does not."""
     if not isinstance(x, Tensor):
         device, dtype = torch.device(x).type, torch.float32
     else:
