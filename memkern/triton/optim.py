@@ -79,10 +79,8 @@ def _adam_kernel(
         top = widened(tl.load(top_ptr + i, mask=inside, other=0.0))
         v = tl.where(top > v, top, v)
         tl.store(top_ptr + i, rounded(v, top_ptr.dtype.element_ty), mask=inside)
-    lr = tl.load(shared_ptr + LR)
-    size = tl.div_rn(lr, tl.load(corrections_ptr))
     denominator = tl.div_rn(tl.sqrt_rn(v), tl.load(corrections_ptr + 1)) + eps
-    w = w - w * (lr * decay) - tl.div_rn(size * m, denominator)
+    w = w * (1.0 - tl.load(shared_ptr + LR) * decay) - tl.div_rn(tl.load(corrections_ptr) * m, denominator)
     _store_parameter(w_ptr, copy_ptr, i, inside, w, COPY)
 
 
@@ -116,7 +114,7 @@ def _lamb_direction_kernel(
     g = _gradient(g_ptr, i, inside, shared_ptr, WRITE)
     m, v = _moments(m_ptr, v_ptr, i, inside, g, m_rate, v_keep, v_rate)
     denominator = tl.div_rn(tl.sqrt_rn(v), tl.load(corrections_ptr + 1)) + eps
-    u = tl.div_rn(tl.div_rn(m, tl.load(corrections_ptr)), denominator) + decay * w
+    u = tl.div_rn(tl.load(corrections_ptr) * m, denominator) + decay * w
     tl.store(u_ptr + i, u, mask=inside)
 
 
@@ -140,7 +138,7 @@ def _lion_kernel(
     g = _gradient(g_ptr, i, inside, shared_ptr, WRITE)
     lr = tl.load(shared_ptr + LR)
     direction = m + look * (g - m)
-    w = w - w * (lr * decay) - tl.where(direction > 0, lr, tl.where(direction < 0, -lr, 0.0))
+    w = w * (1.0 - lr * decay) - tl.where(direction > 0, lr, tl.where(direction < 0, -lr, 0.0))
     tl.store(m_ptr + i, rounded(m + rate * (g - m), m_ptr.dtype.element_ty), mask=inside)
     _store_parameter(w_ptr, copy_ptr, i, inside, w, COPY)
 
@@ -154,10 +152,10 @@ def _shared(like: Tensor, lr_tensor=None, grad_scale=None, clip=None, found_inf=
     return torch.stack([unscale.reshape(()), along.reshape(()), one * lr if lr_tensor is None else lr_tensor, skip])
 
 
-def _corrections(steps: list[Tensor], beta1: float, beta2: float) -> Tensor:
-    """1 - beta1^t and sqrt(1 - beta2^t), a row for each of the steps t."""
+def _corrections(steps: list[Tensor], lr: float | Tensor, beta1: float, beta2: float) -> Tensor:
+    """lr / (1 - beta1^t) and sqrt(1 - beta2^t), a row for each of the steps t."""
     t = wide(torch.stack(steps))
-    return torch.stack([1 - beta1**t, (1 - beta2**t).sqrt()], -1).float()
+    return torch.stack([lr / (1 - beta1**t), (1 - beta2**t).sqrt()], -1).float()
 
 
 def _blocks(x: Tensor) -> tuple[int, ...]:
@@ -191,7 +189,7 @@ def adamw_step(
     lr, beta1, beta2, eps, weight_decay, decoupled, maximize, write_grads,
 ):  # fmt: skip
     shared = _shared(params[0], lr_tensor, grad_scale, clip, found_inf, lr, maximize)
-    corrections = _corrections(steps, beta1, beta2)
+    corrections = _corrections(steps, lr if lr_tensor is None else lr_tensor, beta1, beta2)
     decay, l2 = (weight_decay, 0.0) if decoupled else (0.0, weight_decay)
     for k, (w, copy) in enumerate(_weights(params, masters)):
         if w.numel() > 0:
@@ -223,7 +221,7 @@ def lamb_step(
     lr, beta1, beta2, eps, weight_decay, maximize, write_grads,
 ):  # fmt: skip
     shared = _shared(params[0], lr_tensor, grad_scale, clip, found_inf, lr, maximize)
-    corrections = _corrections(steps, beta1, beta2)
+    corrections = _corrections(steps, 1.0, beta1, beta2)
     for k, (w, copy) in enumerate(_weights(params, masters)):
         if w.numel() == 0:
             continue
