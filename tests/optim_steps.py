@@ -138,7 +138,8 @@ class Tensors:
     def all(self) -> list[Tensor]:
         return [*self.params, *self.grads, *sum(self.states, []), *self.masters, *self.steps]
 
-    def run(self, backend: str, algorithm: Algorithm, maximize=False, write_grads=False, lr=None, **device_scalars):
+    def arguments(self, algorithm: Algorithm, maximize: bool, write_grads: bool, lr: float | None, **device_scalars):
+        """Of the step op."""
         lists = [self.params, self.grads, *self.states]
         if algorithm.op == "adamw_step" and algorithm.states == 2:
             lists.append([])
@@ -148,7 +149,11 @@ class Tensors:
         if algorithm.counts:
             lists.append(self.steps if algorithm.states else [])
         scalars = [device_scalars.get(name) for name in ("lr_tensor", "grad_scale", "clip", "found_inf")]
-        ops.op(backend, algorithm.op)(*lists, *scalars, LR if lr is None else lr, *algorithm.numbers, maximize, write_grads)
+        return *lists, *scalars, LR if lr is None else lr, *algorithm.numbers, maximize, write_grads
+
+    def run(self, backend: str, algorithm: Algorithm, maximize=False, write_grads=False, lr=None, **device_scalars):
+        arguments = self.arguments(algorithm, maximize, write_grads, lr, **device_scalars)
+        ops.op(backend, algorithm.op)(*arguments)
 
 
 def on(device: str, value: float) -> Tensor:

@@ -231,3 +231,14 @@ def test_advance(backend: str, device: str) -> None:
     many = [torch.zeros((), device=device) for _ in range(9000)]
     advance(many, None, on(device, 0.0))
     assert all(step == 1 for step in many)
+
+
+def test_schemas_and_fakes(backend: str, device: str, algorithm: Algorithm) -> None:
+    """What an op writes is what its schema says, and it can be traced."""
+    t = Tensors.random(algorithm, DTYPES[5], device, sizes=(5, 3))
+    found, scale = on(device, 0.0), on(device, 2.0)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.op(backend, algorithm.op), t.arguments(algorithm, True, True, None, grad_scale=scale), test_utils=checks)
+    torch.library.opcheck(ops.op(backend, "check_and_norm"), (t.grads, scale, 1.0), test_utils=checks)
+    skipped = torch.tensor(0, device=device)
+    torch.library.opcheck(ops.op(backend, "advance"), ([on(device, 1.0)], skipped, found), test_utils=checks)

@@ -19,7 +19,7 @@ UNSCALE, ALONG, LR, SKIP = (tl.constexpr(i) for i in range(4))
 
 
 @triton.jit
-def _square_sum_kernel(x_ptr, sums_ptr, first, shared_ptr, n, BLOCK: tl.constexpr):
+def square_sum_kernel(x_ptr, sums_ptr, first, shared_ptr, n, BLOCK: tl.constexpr):
     unscale = tl.load(shared_ptr + UNSCALE)
     start = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -66,7 +66,7 @@ def _moments(m_ptr, v_ptr, i, inside, g, m_rate, v_keep, v_rate):
 
 
 @triton.jit
-def _adam_kernel(
+def adam_kernel(
     w_ptr, copy_ptr, g_ptr, m_ptr, v_ptr, top_ptr, shared_ptr, corrections_ptr, n, m_rate, v_keep, v_rate, eps, decay,
     l2, COPY: tl.constexpr, WRITE: tl.constexpr, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +85,7 @@ def _adam_kernel(
 
 
 @triton.jit
-def _sgd_kernel(
+def sgd_kernel(
     w_ptr, copy_ptr, g_ptr, b_ptr, step_ptr, shared_ptr, n, momentum, rate, decay,
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, COPY: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +105,7 @@ def _sgd_kernel(
 
 
 @triton.jit
-def _lamb_direction_kernel(
+def lamb_direction_kernel(
     w_ptr, u_ptr, g_ptr, m_ptr, v_ptr, shared_ptr, corrections_ptr, n, m_rate, v_keep, v_rate, eps, decay,
     WRITE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +119,7 @@ def _lamb_direction_kernel(
 
 
 @triton.jit
-def _lamb_kernel(w_ptr, copy_ptr, u_ptr, trust_ptr, shared_ptr, n, COPY: tl.constexpr, BLOCK: tl.constexpr):
+def lamb_kernel(w_ptr, copy_ptr, u_ptr, trust_ptr, shared_ptr, n, COPY: tl.constexpr, BLOCK: tl.constexpr):
     i, inside = _elements(n, shared_ptr, BLOCK)
     w = widened(tl.load(w_ptr + i, mask=inside, other=0.0))
     u = tl.load(u_ptr + i, mask=inside, other=0.0)
@@ -128,7 +128,7 @@ def _lamb_kernel(w_ptr, copy_ptr, u_ptr, trust_ptr, shared_ptr, n, COPY: tl.cons
 
 
 @triton.jit
-def _lion_kernel(
+def lion_kernel(
     w_ptr, copy_ptr, g_ptr, m_ptr, shared_ptr, n, look, rate, decay,
     COPY: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -169,7 +169,7 @@ def check_and_norm(grads: list[Tensor], grad_scale: Tensor | None, max_norm: flo
     first = 0
     for grad, count in zip(grads, chunks, strict=True):
         if count > 0:
-            launch(_square_sum_kernel, (count,), grad, dense(grad), sums, first, shared, grad.numel(), BLOCK=BLOCK)
+            launch(square_sum_kernel, (count,), grad, dense(grad), sums, first, shared, grad.numel(), BLOCK=BLOCK)
         first += count
     square = wide(sums).sum()
     unscale = shared[UNSCALE.value]
@@ -194,7 +194,7 @@ def adamw_step(
     for k, (w, copy) in enumerate(_weights(params, masters)):
         if w.numel() > 0:
             launch(
-                _adam_kernel, _blocks(w), w, w, copy, grads[k], exp_avgs[k], exp_avg_sqs[k],
+                adam_kernel, _blocks(w), w, w, copy, grads[k], exp_avgs[k], exp_avg_sqs[k],
                 max_exp_avg_sqs[k] if max_exp_avg_sqs else w, shared, corrections[k], w.numel(), 1 - beta1, beta2,
                 1 - beta2, eps, decay, l2, COPY=len(masters) > 0, WRITE=write_grads and grad_scale is not None,
                 AMSGRAD=len(max_exp_avg_sqs) > 0, BLOCK=BLOCK,
@@ -209,7 +209,7 @@ def sgd_step(
     for k, (w, copy) in enumerate(_weights(params, masters)):
         if w.numel() > 0:
             launch(
-                _sgd_kernel, _blocks(w), w, w, copy, grads[k], momentum_buffers[k] if momentum_buffers else w,
+                sgd_kernel, _blocks(w), w, w, copy, grads[k], momentum_buffers[k] if momentum_buffers else w,
                 steps[k] if steps else shared, shared, w.numel(), momentum, 1 - dampening, weight_decay,
                 MOMENTUM=len(momentum_buffers) > 0, NESTEROV=nesterov, COPY=len(masters) > 0,
                 WRITE=write_grads and grad_scale is not None, BLOCK=BLOCK,
@@ -227,13 +227,13 @@ def lamb_step(
             continue
         u = torch.zeros_like(w, dtype=torch.float32)
         launch(
-            _lamb_direction_kernel, _blocks(w), w, w, u, grads[k], exp_avgs[k], exp_avg_sqs[k], shared, corrections[k],
+            lamb_direction_kernel, _blocks(w), w, w, u, grads[k], exp_avgs[k], exp_avg_sqs[k], shared, corrections[k],
             w.numel(), 1 - beta1, beta2, 1 - beta2, eps, weight_decay, WRITE=write_grads and grad_scale is not None,
             BLOCK=BLOCK,
         )  # fmt: skip
         size, length = (torch.linalg.vector_norm(x, dtype=torch.float32) for x in (w, u))
         trust = torch.where((size > 0) & (length > 0), size / length, 1.0)
-        launch(_lamb_kernel, _blocks(w), w, w, copy, u, trust, shared, w.numel(), COPY=len(masters) > 0, BLOCK=BLOCK)
+        launch(lamb_kernel, _blocks(w), w, w, copy, u, trust, shared, w.numel(), COPY=len(masters) > 0, BLOCK=BLOCK)
 
 
 def lion_step(
@@ -244,7 +244,7 @@ def lion_step(
     for k, (w, copy) in enumerate(_weights(params, masters)):
         if w.numel() > 0:
             launch(
-                _lion_kernel, _blocks(w), w, w, copy, grads[k], exp_avgs[k], shared, w.numel(), 1 - beta1, 1 - beta2,
+                lion_kernel, _blocks(w), w, w, copy, grads[k], exp_avgs[k], shared, w.numel(), 1 - beta1, 1 - beta2,
                 weight_decay, COPY=len(masters) > 0, WRITE=write_grads and grad_scale is not None, BLOCK=BLOCK,
             )  # fmt: skip
 
