@@ -186,6 +186,17 @@ def test_a_gradient_broken_after_unscale(scaler, device) -> None:
         assert bool(p.isnan().any()) != skips and int(optimizer.skipped_steps) == skips
 
 
+def test_a_gradient_mended_after_unscale(scaler, device) -> None:
+    """The flag of unscale_ stands, whatever the step's own look says."""
+    p = parameter(device)
+    optimizer = SGD([p], lr=0.1, max_grad_norm=1.0)
+    set_grad(p, math.inf)
+    scaler.unscale_(optimizer)
+    p.grad.fill_(1.0)
+    scaler.step(optimizer)
+    assert torch.equal(p, torch.ones_like(p)) and int(optimizer.skipped_steps) == 1
+
+
 @pytest.mark.parametrize(
     ("scale", "gradient"), ((2.0**-120, 1e10), (0.0, 1.0), (math.inf, 1.0)), ids=("T8", "T9", "infinite scale")
 )
@@ -287,6 +298,7 @@ def test_grad_scale_of_the_user(scaler, device, make) -> None:
         scaler.step(optimizer)
         scaler.update()
         assert not hasattr(optimizer, "grad_scale")
+        assert float(optimizer.grad_norm) == pytest.approx(math.sqrt(5))
         set_grad(q, 1.0)
         alone.step()
     assert same_bits(snapshot(optimizer), snapshot(alone))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import memkern
-from memkern.optim import SGD, AdamW
+from memkern.optim import SGD, Adam, AdamW
 from tests.optim_tools import OPTIMIZERS, parameter, same_bits, set_grad, snapshot
 from tests.test_optim_torch import PAIRS
 
@@ -136,6 +136,15 @@ def test_map_location_and_old_checkpoints(backend, device) -> None:
         (twin,) = uninterrupted.param_groups[0]["params"]
         train(twin, uninterrupted, range(2, 3))
         assert torch.equal(q, twin)
+
+
+def test_adamw_stays_decoupled(backend, device) -> None:
+    """Whatever checkpoint its groups came from; Adam takes what the checkpoint says. As in torch."""
+    p = parameter(device)
+    for source, target, decoupled in ((Adam, AdamW, True), (AdamW, Adam, True), (Adam, Adam, False)):
+        optimizer = target([p])
+        optimizer.load_state_dict(source([p]).state_dict())
+        assert optimizer.param_groups[0]["decoupled_weight_decay"] == decoupled
 
 
 def test_loaded_states_lie_in_memory_as_the_parameter_does(backend, device) -> None:
