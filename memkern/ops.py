@@ -73,9 +73,7 @@ def _layer_norm_forward(x, residual, weight, bias, columns, eps):
     return _norm_outputs(x, residual, columns, statistics=2)
 
 
-def _layer_norm_backward(
-    dy, dsummed, x, weight, bias, mean, rstd, columns, from_y, need_dx, need_dweight, need_dbias
-):
+def _layer_norm_backward(dy, dsummed, x, weight, bias, mean, rstd, columns, from_y, need_dx, need_dweight, need_dbias):
     return _if_needed(need_dx, x, x), _if_needed(need_dweight, weight, x), _if_needed(need_dbias, bias, x)
 
 
