@@ -153,13 +153,14 @@ def _norm(
     if x.shape[-len(shape) :] != shape:
         raise ValueError(f"normalized_shape: got {shape}, needs the last dimensions of input's shape {tuple(x.shape)}")
     if eps is None and name == "rms_norm":
-        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+        eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
     check_eps(eps)
     one_of("autocast", autocast, AUTOCAST)
     dtype = x.dtype
     if residual is not None:
         _check_beside(x, "residual", residual, x.shape)
-        dtype = torch.promote_types(dtype, residual.dtype)
+        if residual.dtype != dtype:
+            dtype = torch.promote_types(dtype, residual.dtype)
     policy = _torch_dtype(name, x.to(dtype)) if autocast == "torch" else dtype
     for parameter_name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:

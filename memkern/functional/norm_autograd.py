@@ -123,7 +123,9 @@ class _Norm(Function):
         ctx.mark_non_differentiable(*(t for t, yes in zip(output, ctx.differentiable, strict=True) if not yes))
 
     @staticmethod
-    def backward(ctx: Any, dy: Maybe, dsummed: Maybe, dmean: Maybe, drstd: Maybe) -> tuple[Maybe, ...]:
+    def backward(ctx: Any, *gradients: Maybe) -> tuple[Maybe, ...]:
+        # Dynamo passes something for every output.
+        dy, dsummed, dmean, drstd = (g if yes else None for g, yes in zip(gradients, ctx.differentiable, strict=True))
         source, weight, bias, mean, rstd = ctx.saved_tensors
         need_x, need_residual, need_weight, need_bias, _ = ctx.needs_input_grad
         saved = (source, *ctx.plan.poisoned(weight, bias), mean, rstd)
@@ -134,8 +136,8 @@ class _Norm(Function):
         if dmean is not None or drstd is not None:
             extra = ctx.plan.through_statistics(dmean, drstd, *saved)
             dx = extra if dx is None else dx + extra
-        gradients = (dx, dx, dweight, dbias)
-        return *(g if need else None for g, need in zip(gradients, ctx.needs_input_grad[:4], strict=True)), None
+        found = (dx, dx, dweight, dbias)
+        return *(g if need else None for g, need in zip(found, ctx.needs_input_grad[:4], strict=True)), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, plan: Plan) -> Any:
@@ -153,9 +155,9 @@ class _NormBackward(Function):
     """dx, dweight and dbias, from dy, dsummed, what was saved for backward, the plan and which of them are needed."""
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, plan, need_dx, need_dweight, need_dbias = inputs
-        return plan.backward(*tensors, (need_dx, need_dweight, need_dbias))
+    def forward(dy, dsummed, source, weight, bias, mean, rstd, plan, need_dx, need_dweight, need_dbias):
+        needs = (need_dx, need_dweight, need_dbias)
+        return plan.backward(dy, dsummed, source, weight, bias, mean, rstd, needs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
