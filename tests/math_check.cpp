@@ -3,16 +3,18 @@
 //   g++ -O3 -march=native -std=c++17 -fno-math-errno -fno-trapping-math
 //       tests/math_check.cpp -o math_check && ./math_check [stride]
 //
-// The full functions are checked on every stride-th fp32 pattern (stride 1: all
-// 2^32), the narrow ones on all fp16 and bf16 patterns. Prints the largest
+// The full functions are checked on every stride-th fp32 pattern (stride 1: all;
+// the default takes about 20 s), the narrow ones on all fp16 and bf16 patterns. Prints the largest
 // error of each in ulp of the result's type and exits with 1 beyond the bounds:
 // 4 ulp for fp32, 1 ulp after rounding for the narrow types.
+// Contraction changes results: run it with -ffp-contract=off too.
 #include "../csrc/math.h"
 
 #include <algorithm>
 #include <cfloat>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <vector>
 
 namespace {
@@ -163,34 +165,6 @@ void check_narrow(const char* name, int mantissa, int exponent, int p, int emin)
   }
 }
 
-void check_double() {
-  double worst[4] = {}, at[4] = {};
-  for (int i = 0; i < 400000; ++i) {
-    const double t = 9.5 * (i + 0.37) / 400000 * (i % 2 ? 1 : 3.5);
-    long double r[4];
-    reference_erf<long double>(t, r[0], r[1]);
-    reference_tanh<long double>(t, r[2], r[3]);
-    for (int s = 0; s < 2; ++s) {
-      const double x = s ? t : -t;
-      const double y[4] = {memkern::gelu_erf(x), memkern::gelu_erf_grad(x),
-                           memkern::gelu_tanh(x), memkern::gelu_tanh_grad(x)};
-      for (int f = 0; f < 4; ++f) {
-        const long double e = s ? (f % 2 ? 1 - r[f] : t + r[f]) : r[f];
-        // No bound where the reference cancels or the tail is subnormal.
-        if (std::fabs(double(e)) < DBL_MIN || (f % 2 && std::fabs(t - kT0) < 0x1p-6)) continue;
-        double err = double(std::fabs(y[f] - e)) / spacing(double(e), 53, -1022);
-        if (!(err >= 0)) err = INFINITY;
-        if (err > worst[f]) worst[f] = err, at[f] = x;
-      }
-    }
-  }
-  for (int f = 0; f < 4; ++f) {
-    const bool bad = worst[f] > 16;
-    failed |= bad;
-    std::printf("%-15s fp64  max %.2f ulp at %a%s\n", kNames[f], worst[f], at[f], bad ? "  FAIL" : "");
-  }
-}
-
 template <class T, class F>
 void check_special(const char* name, bool grad, F f) {
   const T inf = INFINITY;
@@ -221,7 +195,7 @@ void check_special_loop(const char* name, bool grad, F f) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const uint64_t stride = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 61;
+  const uint64_t stride = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 5;
   if (stride == 0) return 2;
   for (int f = 0; f < 4; ++f) {
     check_special_loop<float>(kNames[f], f % 2, [f](auto* x, auto* y, int n) { evaluate<false>(f, x, y, n); });
@@ -233,7 +207,6 @@ int main(int argc, char** argv) {
   check_special<double>(kNames[3], true, [](double x) { return memkern::gelu_tanh_grad(x); });
   check_narrow("fp16", 10, 5, 11, -14);
   check_narrow("bf16", 7, 8, 8, -126);
-  check_double();
   check_full(stride);
   std::puts(failed ? "FAILED" : "ok");
   return failed;

@@ -47,7 +47,7 @@ def tiny_training(parts=demo.PYTORCH, dtype=torch.float32, seed=0):
 
 @pytest.fixture(scope="module")
 def demo_run(tmp_path_factory):
-    out = tmp_path_factory.mktemp("demo") / "curves [1].png"
+    out = tmp_path_factory.mktemp("demo") / "curves [b].png"
     done = run_memkern("demo", "--device", "cpu", "--steps", "12", "--layers", "1", "--out", str(out),
                        NO_COLOR="1", PYTHONIOENCODING="ascii", COLUMNS="80")
     assert done.returncode == 0, done.stderr
@@ -94,8 +94,9 @@ def test_demo_writes_the_png(demo_run):
     assert out.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     pixels = matplotlib.image.imread(out)[..., :3]
     assert pixels.shape == (675, 1650, 3)
-    for colour in ((0xF2, 0xA6, 0x5A), (0x1D, 0x4E, 0x89)):  # both trainings are drawn
-        assert (abs(pixels * 255 - colour).max(-1) < 1).sum() > 1000
+    for half in (pixels[:, :900], pixels[:, 1100:]):  # curves and bars, below their legends
+        for colour in ((0xF2, 0xA6, 0x5A), (0x1D, 0x4E, 0x89)):  # both trainings are drawn
+            assert (abs(half[150:] * 255 - colour).max(-1) < 1).sum() > 200
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,7 @@ def test_demo_writes_the_png(demo_run):
         (["--device", "tpu"], "argument --device: got 'tpu', needs one of those usable here: cpu"),
         (["--device", "cuda:99"], "argument --device: got 'cuda:99', needs one of"),
         (["--out", "no/such/directory/x.png"], "argument --out: got 'no/such/directory/x.png', needs a file name in"),
+        (["--out", f"{__file__}/x.png"], "/x.png', needs a file name in"),
         (["--out", "."], "argument --out: got '.', needs a file name in"),
         (["--colour"], "unrecognized arguments: --colour"),
     ],
@@ -145,6 +147,21 @@ def test_both_trainings_start_alike_and_learn(dtype):
         assert len(training.losses) == len(training.seconds) == TINY.steps
         assert training.final_loss < training.losses[0] - 1.5
         assert training.skipped <= (4 if dtype == torch.float16 else 0)  # 65536, the first loss scale, is high for fp16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_has_the_dtype(dtype):
+    training, seen = tiny_training(dtype=dtype), []
+    training.model.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    training.step(demo.Batches(TINY, CPU, 0).next())
+    assert seen == [dtype]
+    assert training.scaler.is_enabled()
+
+
+def test_seed_makes_the_weights():
+    first, again, other = (tiny_training(seed=seed).model.logits.weight for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_only_the_parts_differ():
@@ -255,12 +272,6 @@ def test_without_a_quick_16_bit_type_there_is_no_autocast(monkeypatch):
     assert demo.choose_dtype(CPU, Console(file=said, width=200)) == torch.float32
     assert "100 ms in fp16, 100 ms in bf16, 1 ms in fp32" in said.getvalue()
     assert "no autocast, but GradScaler all the same" in said.getvalue()
-    training = tiny_training()
-    training.model.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    seen = []
-    training.step(demo.Batches(TINY, CPU, 0).next())
-    assert seen == [torch.float32]
-    assert training.scaler.is_enabled()
 
 
 def test_results_and_plot_with_a_gpu(tmp_path):
@@ -302,6 +313,12 @@ def test_info(capsys, monkeypatch):
     on_cpu, on_cuda = memkern.backends.explain("cpu"), memkern.backends.explain("cuda")
     for name in memkern.backends.names():
         assert table_row(text, name) == [on_cpu[name], on_cuda[name]]
+
+
+def test_info_has_a_column_for_each_device(capsys, monkeypatch):
+    monkeypatch.setattr(memkern.backends, "explain", lambda device: dict.fromkeys(memkern.backends.names(), device))
+    text = info(capsys, monkeypatch)
+    assert table_row(text, "reference") == ["cpu", "cuda"]
 
 
 def test_info_with_nothing_installed(capsys, monkeypatch):

@@ -16,14 +16,26 @@ from memkern.ops import check_like
 _INTERPRETING = tl.constexpr(interpreting())
 
 
+# The interpreter cuts values off to bf16 instead of rounding them, and misreads bf16 subnormals: there,
+# bf16 is converted by its bits.
+@triton.jit
+def widened(value):
+    """``value`` in fp32."""
+    if _INTERPRETING and value.dtype == tl.bfloat16:
+        return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return value.to(tl.float32)
+
+
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
-    """``value`` (fp32) rounded to nearest in ``dtype``. The interpreter cuts bf16 off instead: rounded by hand there."""
+    """``value`` (fp32) rounded to nearest even in ``dtype``."""
     if _INTERPRETING and dtype == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
-        up = bits + 0x7FFF + ((bits >> 16) & 1)
-        value = tl.where(value == value, (up & -65536).to(tl.float32, bitcast=True), value)
-    return value.to(dtype)
+        up = tl.where(value == value, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+        return (up >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return value.to(dtype)
 
 
 def is_dense(x: Tensor) -> bool:

@@ -28,6 +28,7 @@ def unavailable() -> str | None:
 @functools.cache
 def load() -> Any:
     """Build and load the emulator, once, and return its Python module (see bindings.cpp)."""
+    os.environ.pop("LD_PRELOAD", None)  # the sanitizer is for this process, not for the compiler
     folder = build.build(os.environ.get("MEMKERN_EMULATOR", "plain"))
     ops.define("emulated")
     # The module needs the library of kernels, whose ops register themselves as it is loaded.
@@ -66,14 +67,17 @@ def counting() -> Iterator[list[dict[str, Any]]]:
 
 def environment(kind: str) -> dict[str, str]:
     """The environment for a Python process that loads kind ``asan`` or ``tsan``: their runtimes come first."""
+
     def runtime(name: str) -> str:
-        return subprocess.run(["g++", f"-print-file-name={name}.so"], check=True, capture_output=True, text=True).stdout.strip()
+        command = ["g++", f"-print-file-name={name}.so"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     return {
         **os.environ,
         "MEMKERN_EMULATOR": kind,
-        "LD_PRELOAD": f"{runtime(f'lib{kind}')} {runtime('libstdc++')}",  # ASan looks for libstdc++'s throw at its start
+        "LD_PRELOAD": f"{runtime(f'lib{kind}')} {runtime('libstdc++')}",  # ASan wants libstdc++'s throw at its start
         "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
         "UBSAN_OPTIONS": "print_stacktrace=1",
+        "TSAN_OPTIONS": "halt_on_error=1",
         "OMP_NUM_THREADS": "1",  # PyTorch's threads synchronise where TSan does not look
     }

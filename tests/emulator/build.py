@@ -6,12 +6,11 @@ import fcntl
 import functools
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
-
-import torch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -44,6 +43,8 @@ def _cuda_include() -> Path | None:
 @functools.cache
 def missing() -> str | None:
     """What the emulator cannot be built without and is not here, or None."""
+    if platform.machine() != "x86_64":
+        return f"its switch between threads is written for x86-64, not {platform.machine()}"
     if shutil.which("g++") is None:
         return "no g++"
     for package in ("ninja", "pybind11"):
@@ -77,23 +78,24 @@ def _write_rules(kind: str, folder: Path) -> None:
             "bindings": f"{common} {python} -O1",
         }.items():
             ninja.rule(name, command, description=f"emulator ({kind}): compile $in", depfile="$out.d", deps="gcc")
-        ninja.rule("link", f"g++ {KINDS[kind]} -shared $in -o $out $libraries", description=f"emulator ({kind}): link $out")
+        link = f"g++ {KINDS[kind]} -shared $in -o $out $libraries"
+        ninja.rule("link", link, description=f"emulator ({kind}): link $out")
 
         sources = [*sorted((ROOT / "csrc" / "cuda").glob("*.cu")), HERE / "planted.cu"]
         objects = [ninja.build(f"{source.stem}.o", "kernels", str(source))[0] for source in sources]
         objects += ninja.build("emulator.o", "scheduler", str(HERE / "emulator.cpp"))
         ninja.build(LIBRARY, "link", objects, variables={"libraries": f"-L{torch_dir}/lib -ltorch_cpu -lc10 -ldl"})
         bound = ninja.build("bindings.o", "bindings", str(HERE / "bindings.cpp"))
-        ninja.build(
-            BINDINGS, "link", bound, implicit=LIBRARY,
-            variables={"libraries": f"-L. -l:{LIBRARY} -Wl,-rpath,'$$ORIGIN'"},
-        )
+        beside = {"libraries": f"-L. -l:{LIBRARY} -Wl,-rpath,'$$ORIGIN'"}
+        ninja.build(BINDINGS, "link", bound, implicit=LIBRARY, variables=beside)
 
 
 def build(kind: str) -> Path:
     """Build one kind (``plain``, ``asan`` or ``tsan``), as far as it is not up to date, and return its folder."""
     from ninja import BIN_DIR
 
+    if kind not in KINDS:
+        raise ValueError(f"MEMKERN_EMULATOR: got {kind!r}, needs one of {', '.join(KINDS)}")
     folder = ROOT / "build" / "emulator" / kind
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:

@@ -1,5 +1,6 @@
-// Fibers: a stack each, and a switch between them that the sanitizers are told of. Their functions are
-// weak, so that this file is the same with and without them.
+// Fibers on x86-64: a stack each, and a switch between them that the sanitizers are told of. (swapcontext
+// would do, at a system call a switch: 10 times slower.) The sanitizers' functions are weak, so that this
+// file is the same with and without them.
 #pragma once
 
 #include <sys/mman.h>
@@ -20,7 +21,6 @@ void __tsan_acquire(void* token) __attribute__((weak));
 void __tsan_release(void* token) __attribute__((weak));
 }
 
-#ifdef __x86_64__
 // Saves what a function call must preserve on the stack it leaves, and takes it from the one it goes to.
 asm(R"(
 .text
@@ -45,32 +45,6 @@ memkern_switch_stack:
 )");
 extern "C" void memkern_switch_stack(void** left_at, void* go_to);
 
-// A stack on which the first switch enters `entry`: six registers, its address, no caller.
-inline void* prepared_stack(char* stack, size_t bytes, void (*entry)()) {
-  auto* top = reinterpret_cast<uintptr_t*>(stack + bytes);
-  *--top = 0;
-  *--top = reinterpret_cast<uintptr_t>(entry);
-  return top - 6;
-}
-#else
-// Slower: it also saves the signal mask, by a system call.
-#include <ucontext.h>
-inline void memkern_switch_stack(void** left_at, void* go_to) {
-  ucontext_t here;
-  *left_at = &here;
-  swapcontext(&here, static_cast<ucontext_t*>(go_to));
-}
-
-inline void* prepared_stack(char* stack, size_t bytes, void (*entry)()) {
-  auto* context = new (stack) ucontext_t;
-  getcontext(context);
-  context->uc_stack.ss_sp = stack + sizeof(ucontext_t);
-  context->uc_stack.ss_size = bytes - sizeof(ucontext_t);
-  makecontext(context, entry, 0);
-  return context;
-}
-#endif
-
 namespace memkern_emulated {
 
 constexpr unsigned kNoSynchronisation = 1;  // TSan: the switch itself orders nothing
@@ -82,13 +56,19 @@ struct Fiber {
   void* fake_stack = nullptr;  // ASan's
   void* tsan = nullptr;
 
-  // Space is taken from memory as it is touched. Tops of stacks lie at different offsets in their pages,
-  // or all would compete for the same few cache lines.
+  // Memory is taken as it is touched. The tops of stacks lie at different offsets in their pages, or all
+  // would compete for the same few cache lines.
   void create(int number, void (*entry)()) {
-    stack_bytes = (256 << 10) - number % 61 * 64;
-    stack = mmap(nullptr, 256 << 10, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stack == MAP_FAILED) throw std::bad_alloc();
-    left_at = prepared_stack(static_cast<char*>(const_cast<void*>(stack)), stack_bytes, entry);
+    constexpr size_t kBytes = 256 << 10;
+    void* memory = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    stack = memory;
+    stack_bytes = kBytes - number % 61 * 64;
+    // What the first switch to it finds: six registers, the entry's address, and no caller to return to.
+    auto* top = reinterpret_cast<uintptr_t*>(static_cast<char*>(memory) + stack_bytes);
+    *--top = 0;
+    *--top = reinterpret_cast<uintptr_t>(entry);
+    left_at = top - 6;
     if (__tsan_create_fiber) {
       tsan = __tsan_create_fiber(0);
       __tsan_set_fiber_name(tsan, ("CUDA thread " + std::to_string(number)).c_str());

@@ -10,16 +10,17 @@ constexpr int kThreads = 64;
 
 __device__ int64_t index_in_grid() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
 
-// Each block's elements in reverse, through shared memory. Fault 1: no barrier in between.
+// Each block's elements in reverse, through shared memory. Fault 1: no barrier in between. Fault 2: one
+// element past the end of the shared array.
 template <int Threads>
 __global__ void reverse(const float* x, float* y, int64_t n, int fault) {
   __shared__ float tile[Threads];
-  tile[threadIdx.x] = x[index_in_grid()];
+  tile[threadIdx.x + (fault == 2)] = x[index_in_grid()];
   if (fault != 1) __syncthreads();
   y[index_in_grid()] = tile[Threads - 1 - threadIdx.x];
 }
 
-// The same in dynamic shared memory. Fault 1: no barrier. Fault 2: one element past its end.
+// The same in dynamic shared memory, with the same faults.
 __global__ void reverse_dynamic(const float* x, float* y, int64_t n, int fault) {
   float* tile = dynamic_shared<float>();
   tile[threadIdx.x + (fault == 2)] = x[index_in_grid()];
