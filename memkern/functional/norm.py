@@ -42,14 +42,13 @@ def layer_norm(
         eps: added to the variance; not negative.
         autocast: ``"keep"`` returns the input's dtype under autocast too, and saves the input as it is;
             ``"torch"`` does what the installed PyTorch does there: on a GPU a float32 copy and a float32 output.
-        memory_efficient: save y for backward in place of the input, which then need not be kept for this layer's
-            sake. The gradients come from ``(y - bias) / weight``: x_hat is off by up to half an ulp of
-            ``|x_hat| + |bias / weight|``, which is at most 4. Where a |weight| is below 2^-7 or a |bias| above
-            4 |weight| (a weight of 0 among them), the input is saved as always. That is read from the parameters, with a
-            wait for the GPU, once after each change to them. Where they cannot be read (torch.compile, torch.func
-            transforms, CUDA graph capture, tensor subclasses) the input is saved, too. A change to them that
-            PyTorch does not count (through ``.data``, or by a foreign kernel) and that breaks the rule makes the
-            gradients NaN.
+        memory_efficient: save y for backward, not the input, which this layer then keeps nobody from freeing. The
+            gradients take ``x_hat = (y - bias) / weight``, off by up to half an ulp of ``|x_hat| + |bias / weight|``.
+            Where a ``|weight|`` is below 2^-7 or a ``|bias|`` above ``4 |weight|``, the input is saved after all, so
+            that a weight of 0 keeps its gradient. This is read from the parameters, which waits for the GPU once
+            after each change to them; the input is saved, too, where they cannot be read (torch.compile, torch.func,
+            CUDA graph capture, tensor subclasses). A change that PyTorch does not count (through ``.data``, or by
+            a foreign kernel) and that breaks the rule makes the gradients NaN.
 
     Returns:
         A contiguous tensor of the input's shape and dtype.
@@ -109,9 +108,7 @@ def add_layer_norm(
         gradients of both. The other arguments and what is raised are those of :func:`layer_norm`.
     """
     residual = floating("residual", residual)
-    return _norm(
-        "layer_norm", input, residual, normalized_shape, weight, bias, eps, False, autocast, memory_efficient
-    )
+    return _norm("layer_norm", input, residual, normalized_shape, weight, bias, eps, False, autocast, memory_efficient)
 
 
 def add_rms_norm(

@@ -198,8 +198,8 @@ def _without_none(f: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Ca
     return g, [argument for argument in arguments if argument is not None]
 
 
-def _forward_derivative(f: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """The derivative of ``f`` along ``tangents``. Reverse mode, twice: ``torch.func.jvp`` does not nest in forward_ad."""
+def _forward_derivative(f: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    """The derivative of ``f`` along ``tangents``, by reverse mode twice: torch.func.jvp does not nest in forward_ad."""
     g, given = _without_none(f, primals)
     along = [torch.zeros_like(p) if t is None else t for p, t in zip(primals, tangents, strict=True) if p is not None]
     with torch.enable_grad():

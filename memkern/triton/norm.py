@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memkern.ops import FAKES, check_like
-from memkern.triton.common import launch, rounded
+from memkern.triton.common import launch, rounded, widened
 
 LONGEST = 8192
 TILE = 4096
@@ -23,10 +23,10 @@ PROGRAMS = 256
 @triton.jit
 def _summed(x_ptr, residual_ptr, at, inside):
     """x + residual in fp32, as rounded to the dtype of x; or x."""
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x = widened(tl.load(x_ptr + at, mask=inside, other=0.0))
     if residual_ptr is not None:
-        x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        x = rounded(x, x_ptr.dtype.element_ty).to(tl.float32)
+        x += widened(tl.load(residual_ptr + at, mask=inside, other=0.0))
+        x = widened(rounded(x, x_ptr.dtype.element_ty))
     return x
 
 
@@ -34,7 +34,7 @@ def _summed(x_ptr, residual_ptr, at, inside):
 def _weight(weight_ptr, column, inside, ZERO_CENTRED: tl.constexpr):
     if weight_ptr is None:
         return tl.full(column.shape, 1.0, tl.float32)
-    weight = tl.load(weight_ptr + column, mask=inside, other=1.0).to(tl.float32)
+    weight = widened(tl.load(weight_ptr + column, mask=inside, other=1.0))
     if ZERO_CENTRED:
         weight += 1.0
     return weight
@@ -44,7 +44,7 @@ def _weight(weight_ptr, column, inside, ZERO_CENTRED: tl.constexpr):
 def _bias(bias_ptr, column, inside):
     if bias_ptr is None:
         return tl.zeros(column.shape, tl.float32)
-    return tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    return widened(tl.load(bias_ptr + column, mask=inside, other=0.0))
 
 
 @triton.jit
@@ -74,9 +74,7 @@ def _forward_kernel(
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     weight = _weight(weight_ptr, column, column < columns, ZERO_CENTRED)
     bias = _bias(bias_ptr, column, column < columns)
-    _store_outputs(
-        x, mean[:, None], rstd[:, None], weight[None, :], bias[None, :], y_ptr, summed_ptr, at, inside
-    )
+    _store_outputs(x, mean[:, None], rstd[:, None], weight[None, :], bias[None, :], y_ptr, summed_ptr, at, inside)
 
 
 @triton.jit
@@ -121,11 +119,8 @@ def _statistics(mean_ptr, rstd_ptr, row, inside, CENTRED: tl.constexpr):
 
 @triton.jit
 def _x_hat(x_ptr, at, inside, mean, rstd, weight, bias, FROM_Y: tl.constexpr):
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if FROM_Y:
-        x_hat = (x - bias) / weight
-    else:
-        x_hat = (x - mean) * rstd
+    x = widened(tl.load(x_ptr + at, mask=inside, other=0.0))
+    x_hat = (x - bias) / weight if FROM_Y else (x - mean) * rstd
     return tl.where(inside, x_hat, 0.0)
 
 
@@ -136,7 +131,7 @@ def _x_hat(x_ptr, at, inside, mean, rstd, weight, bias, FROM_Y: tl.constexpr):
 def _store_dx(wdy, x_hat, mean_wdy, mean_wdy_x_hat, rstd, dsummed_ptr, dx_ptr, at, inside):
     dx = (wdy - mean_wdy - x_hat * mean_wdy_x_hat) * rstd
     if dsummed_ptr is not None:
-        dx += tl.load(dsummed_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dx += widened(tl.load(dsummed_ptr + at, mask=inside, other=0.0))
     tl.store(dx_ptr + at, rounded(dx, dx_ptr.dtype.element_ty), mask=inside)
 
 
@@ -158,7 +153,7 @@ def _backward_kernel(
         at = row[:, None] * columns + column[None, :]
         mean, rstd = _statistics(mean_ptr, rstd_ptr, row, row < rows, CENTRED)
         x_hat = _x_hat(x_ptr, at, inside, mean[:, None], rstd[:, None], weight, bias, FROM_Y)
-        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy = widened(tl.load(dy_ptr + at, mask=inside, other=0.0))
         if dx_ptr is not None:
             wdy = dy * weight
             mean_wdy_x_hat = (tl.sum(wdy * x_hat, 1) / columns)[:, None]
@@ -191,7 +186,7 @@ def _long_dx_kernel(
         weight = _weight(weight_ptr, column, inside, ZERO_CENTRED)
         bias = _bias(bias_ptr, column, inside)
         x_hat = _x_hat(x_ptr, row * columns + column, inside, mean, rstd, weight, bias, FROM_Y)
-        wdy = weight * tl.load(dy_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        wdy = weight * widened(tl.load(dy_ptr + row * columns + column, mask=inside, other=0.0))
         sum_wdy += wdy
         sum_wdy_x_hat += wdy * x_hat
     mean_wdy_x_hat = tl.sum(sum_wdy_x_hat, 0) / columns
@@ -205,7 +200,7 @@ def _long_dx_kernel(
         weight = _weight(weight_ptr, column, inside, ZERO_CENTRED)
         bias = _bias(bias_ptr, column, inside)
         x_hat = _x_hat(x_ptr, at, inside, mean, rstd, weight, bias, FROM_Y)
-        wdy = weight * tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        wdy = weight * widened(tl.load(dy_ptr + at, mask=inside, other=0.0))
         _store_dx(wdy, x_hat, mean_wdy, mean_wdy_x_hat, rstd, dsummed_ptr, dx_ptr, at, inside)
 
 
