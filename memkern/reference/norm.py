@@ -19,7 +19,7 @@ def _in_rows(x: Tensor, columns: int) -> Tensor:
 
 
 def _rounded(value: Tensor, like: Tensor) -> Tensor:
-    return value.to(like.dtype).reshape(like.shape)
+    return value.to(like.dtype).reshape(like.shape).contiguous()
 
 
 def _normalise(
