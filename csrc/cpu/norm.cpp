@@ -38,30 +38,35 @@ MK_HD void put(A* to, const V& value) {
   memcpy(to, &value, sizeof value);
 }
 
+// In strands, so that one addition need not wait for the one before.
 template <class A>
 struct Sum {
-  Vector<A> lanes = {};
+  Vector<A> strands[4] = {};
   A rest = 0;
 
-  MK_HD void add(const Vector<A>& value) { lanes += value; }
-  MK_HD void add(const A& value) { rest += value; }
+  MK_HD void add(int strand, const Vector<A>& value) { strands[strand] += value; }
+  MK_HD void add(int, const A& value) { rest += value; }
   MK_HD A total() const {
+    const Vector<A> lanes = (strands[0] + strands[1]) + (strands[2] + strands[3]);
     A sum = rest;
     for (int64_t i = 0; i < kLanes<A>; ++i) sum += lanes[i];
     return sum;
   }
 };
 
-// Calls body(i, lane tag, k) so that all of n is covered: for a vector at i where the tag is one, else for
-// an element; k, 0 or 1, says which of two sums to add to, so that one addition need not wait for another.
+// Calls body(i, tag, strand) so that all of n is covered: for the vector at i where tag is one, else for one
+// element.
 template <class A, class Body>
 MK_HD void for_lanes(int64_t n, Body body) {
+  constexpr int64_t lanes = kLanes<A>;
   int64_t i = 0;
-  for (; i + 2 * kLanes<A> <= n; i += 2 * kLanes<A>) {
+  for (; i + 4 * lanes <= n; i += 4 * lanes) {
     body(i, Vector<A>{}, 0);
-    body(i + kLanes<A>, Vector<A>{}, 1);
+    body(i + lanes, Vector<A>{}, 1);
+    body(i + 2 * lanes, Vector<A>{}, 2);
+    body(i + 3 * lanes, Vector<A>{}, 3);
   }
-  for (; i + kLanes<A> <= n; i += kLanes<A>) body(i, Vector<A>{}, 0);
+  for (; i + lanes <= n; i += lanes) body(i, Vector<A>{}, 0);
   for (; i < n; ++i) body(i, A{}, 0);
 }
 
@@ -102,9 +107,10 @@ struct Forward {
 
 // The statistics are those of the CUDA kernels: see Statistics in ../cuda/norm_forward.cu.
 template <class T>
-MEMKERN_CLONES void forward_rows(const Forward<T>& a, int64_t begin, int64_t end, acc_t<T>* buffer) {
+MEMKERN_CLONES void forward_rows(const Forward<T>& a, int64_t begin, int64_t end) {
   using A = acc_t<T>;
   const int64_t n = a.columns;
+  std::vector<A> wide_row(n);
   for (int64_t row = begin; row < end; ++row) {
     const T* x = a.x + row * n;
     if (a.residual) {
@@ -113,26 +119,26 @@ MEMKERN_CLONES void forward_rows(const Forward<T>& a, int64_t begin, int64_t end
       for (int64_t i = 0; i < n; ++i) store(summed + i, widen(x[i]) + widen(residual[i]));
       x = summed;
     }
-    const A* z = widened(x, n, buffer);
+    const A* z = widened(x, n, wide_row.data());
     A mean = 0, correction = 0;
     if (a.centre) {
-      Sum<A> sum[2];
-      for_lanes<A>(n, [&](int64_t i, auto value, int k) {
+      Sum<A> sum;
+      for_lanes<A>(n, [&](int64_t i, auto value, int strand) {
         load(z + i, &value);
-        sum[k].add(value);
+        sum.add(strand, value);
       });
-      mean = (sum[0].total() + sum[1].total()) / A(n);
+      mean = sum.total() / A(n);
     }
-    Sum<A> deviations[2], squares[2];
-    for_lanes<A>(n, [&](int64_t i, auto value, int k) {
+    Sum<A> deviations, squares;
+    for_lanes<A>(n, [&](int64_t i, auto value, int strand) {
       load(z + i, &value);
       value -= mean;
-      deviations[k].add(value);
+      deviations.add(strand, value);
       value *= value;
-      squares[k].add(value);
+      squares.add(strand, value);
     });
-    if (a.centre) correction = (deviations[0].total() + deviations[1].total()) / A(n);
-    const A variance = (squares[0].total() + squares[1].total()) / A(n) - correction * correction;
+    if (a.centre) correction = deviations.total() / A(n);
+    const A variance = squares.total() / A(n) - correction * correction;
     const A rstd = 1 / std::sqrt((variance < 0 ? A(0) : variance) + a.eps);
     if (a.mean) a.mean[row] = mean + correction;
     a.rstd[row] = rstd;
@@ -152,32 +158,33 @@ struct Backward {
 };
 
 template <class T>
-MEMKERN_CLONES void backward_rows(const Backward<T>& a, int64_t begin, int64_t end, acc_t<T>* buffers) {
+MEMKERN_CLONES void backward_rows(const Backward<T>& a, int64_t begin, int64_t end) {
   using A = acc_t<T>;
   const int64_t n = a.columns;
+  std::vector<A> dy_row(n), x_row(n);
   for (int64_t row = begin; row < end; ++row) {
-    const A* dy = widened(a.dy + row * n, n, buffers);
-    const A* x = widened(a.x + row * n, n, buffers + n);
+    const A* dy = widened(a.dy + row * n, n, dy_row.data());
+    const A* x = widened(a.x + row * n, n, x_row.data());
     const A rstd = a.rstd[row];
     // x_hat = (x - offset) * factor
     A offset = a.mean ? a.mean[row] : 0, factor = rstd;
     if (a.from_y) {
-      for (int64_t i = 0; i < n; ++i) buffers[n + i] = (x[i] - a.shift[i]) / a.scale[i];
-      x = buffers + n;
+      for (int64_t i = 0; i < n; ++i) x_row[i] = (x[i] - a.shift[i]) / a.scale[i];
+      x = x_row.data();
       offset = 0;
       factor = 1;
     }
-    Sum<A> of_g[2], of_g_x_hat[2];
-    for_lanes<A>(n, [&](int64_t i, auto x_hat, int k) {
+    Sum<A> of_g, of_g_x_hat;
+    for_lanes<A>(n, [&](int64_t i, auto x_hat, int strand) {
       auto grad = x_hat, g = x_hat, sum = x_hat;
       load(x + i, &x_hat);
       x_hat = (x_hat - offset) * factor;
       load(dy + i, &grad);
       load(a.scale + i, &g);
       g *= grad;
-      of_g[k].add(g);
+      of_g.add(strand, g);
       g *= x_hat;
-      of_g_x_hat[k].add(g);
+      of_g_x_hat.add(strand, g);
       if (a.dweight) {
         load(a.dweight + i, &sum);
         sum += grad * x_hat;
@@ -190,8 +197,8 @@ MEMKERN_CLONES void backward_rows(const Backward<T>& a, int64_t begin, int64_t e
       }
     });
     if (!a.dx) continue;
-    const A mean_g = a.centre ? (of_g[0].total() + of_g[1].total()) / A(n) : 0;
-    const A mean_g_x_hat = (of_g_x_hat[0].total() + of_g_x_hat[1].total()) / A(n);
+    const A mean_g = a.centre ? of_g.total() / A(n) : 0;
+    const A mean_g_x_hat = of_g_x_hat.total() / A(n);
     T* dx = a.dx + row * n;
     const auto at = [&](int64_t i) { return (dy[i] * a.scale[i] - mean_g - (x[i] - offset) * factor * mean_g_x_hat) * rstd; };
     if (a.dsummed) {
@@ -233,8 +240,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Ma
                        static_cast<A>(eps), centre};
     const int64_t grain = columns > 0 ? std::max<int64_t>(kGrain / columns, 1) : 1;
     torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-      std::vector<A> buffer(columns);
-      forward_rows<T>(a, begin, end, buffer.data());
+      forward_rows<T>(a, begin, end);
     });
   });
   return {y, summed, mean, rstd};
@@ -265,13 +271,12 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const MaybeTenso
     const auto scale = parameter_values<T>(weight, columns, 1, zero_centred), shift = parameter_values<T>(bias, columns, 0);
     std::vector<A> dweights(need_dweight ? blocks * columns : 0), dbiases(need_dbias ? blocks * columns : 0);
     torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-      std::vector<A> buffers(2 * columns);
       for (int64_t block = begin; block < end; ++block) {
         const Backward<T> a{const_data<T>(dy), const_data<T>(dsummed), const_data<T>(x), scale.data(), shift.data(),
                             const_data<A>(mean), const_data<A>(rstd), mutable_data<T>(dx),
                             need_dweight ? dweights.data() + block * columns : nullptr,
                             need_dbias ? dbiases.data() + block * columns : nullptr, columns, centre, from_y};
-        backward_rows<T>(a, block * in_block, std::min(rows, (block + 1) * in_block), buffers.data());
+        backward_rows<T>(a, block * in_block, std::min(rows, (block + 1) * in_block));
       }
     });
     const auto finish = [&](const std::vector<A>& partials, Tensor& to) {
