@@ -40,12 +40,12 @@ def test_autocast_torch_where_torch_returns_float32(backend, device, kind, monke
     monkeypatch.setattr(norms, "_torch_dtype", lambda name, x: torch.float32)
     x, residual = torch.randn(2, 3, 8, device=device).half().unbind()
     weight, bias = parameters((8,), torch.float16, device)
-    wide = [t.cpu().double() for t in (weight, bias)]
     x.requires_grad_()
     y, summed = call(kind, x, residual, weight, bias, (8,), autocast="torch")
     assert torch.equal(summed, x + residual) and y.dtype == torch.float32
-    assert_close(y.detach(), exact_call(kind, summed.detach().cpu().double(), None, *wide, (8,))[0] if kind == "layer_norm"
-                 else exact_call(kind, summed.detach().cpu().double(), None, wide[0], None, (8,))[0], 4)  # fmt: skip
+    wide = [t.detach().cpu().double() for t in (summed, weight, bias)]
+    (exact,) = exact_call(kind, wide[0], None, wide[1], wide[2] if kind == "layer_norm" else None, (8,))
+    assert_close(y.detach(), exact, 4)
     y.sum().backward()
     assert x.grad.dtype == torch.float16
 
