@@ -33,6 +33,8 @@ def backend(request: pytest.FixtureRequest):
     """The name of the backend that every memkern call in the test runs on."""
     name = request.param
     reason = emulator.unavailable() if name == "emulated" else backends.unavailable(name)
+    if name == "cuda" and not torch.cuda.is_available():
+        reason = reason or "no GPU here"
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
     if name == "emulated":

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import memkern
 from memkern import functional, ops
+from tests import emulator
 from tests.layouts import LAYOUTS, SHAPES, laid_out
 from tests.ulp import all_patterns, ulp_error
 
@@ -294,6 +295,25 @@ def test_saves_the_input_only(backend: str, device: str, approximate: str) -> No
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         functional.gelu(x, approximate=approximate)
     assert [t.data_ptr() for t in saved] == [x.data_ptr()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bytes_moved_on_cuda(dtype: torch.dtype, approximate: str) -> None:
+    """Each input is read once and each output written once, in whole 32-byte sectors: counted, not timed."""
+    if (reason := emulator.unavailable()) is not None:
+        pytest.skip(f"emulated: {reason}")
+    n = 2**14
+    x, dy = torch.randn(2, n).to(dtype)
+    emulator.load()
+    with memkern.backend("emulated"), emulator.counting() as launches:
+        both(x, dy, approximate)
+    forward, backward = launches
+    size = x.element_size()
+    assert (forward["loaded"]["bytes"], forward["stored"]["bytes"]) == (n * size, n * size)
+    assert (backward["loaded"]["bytes"], backward["stored"]["bytes"]) == (2 * n * size, n * size)
+    for launch in launches:
+        for way in ("loaded", "stored"):
+            assert launch[way]["sectors"] == launch[way]["sectors_needed"]
 
 
 def test_module_is_a_drop_in(approximate: str) -> None:

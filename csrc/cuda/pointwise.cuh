@@ -7,8 +7,10 @@
 namespace memkern {
 
 constexpr int kPointwiseThreads = 256;
-// Packs a thread loads before it uses the first: 32 bytes of each input in flight.
-constexpr int kPointwisePacks = 2;
+// Packs a thread loads before it uses the first: 32 bytes of each input in flight. fp64 formulas need
+// the registers.
+template <class T>
+constexpr int kPointwisePacks = sizeof(T) == 8 ? 1 : 2;
 
 template <class T, int Inputs>
 struct PointwiseArguments {
@@ -33,14 +35,14 @@ __device__ __forceinline__ Pack<T, N> apply(const Pack<T, N> (&in)[Inputs]) {
   return pack<T, N>(result);
 }
 
-// A block takes one tile of kPointwiseThreads * kPointwisePacks packs of N elements; neighbouring
+// A block takes one tile of kPointwiseThreads * kPointwisePacks<T> packs of N elements; neighbouring
 // threads take neighbouring packs. The first block also does the elements before and after the packs.
 template <class F, class T, int N, int Inputs>
 __global__ void __launch_bounds__(kPointwiseThreads) pointwise_kernel(const PointwiseArguments<T, Inputs> a) {
-  const int64_t first = int64_t(blockIdx.x) * (kPointwiseThreads * kPointwisePacks) + threadIdx.x;
-  Pack<T, N> in[kPointwisePacks][Inputs];
+  const int64_t first = int64_t(blockIdx.x) * (kPointwiseThreads * kPointwisePacks<T>) + threadIdx.x;
+  Pack<T, N> in[kPointwisePacks<T>][Inputs];
 #pragma unroll
-  for (int j = 0; j < kPointwisePacks; ++j) {
+  for (int j = 0; j < kPointwisePacks<T>; ++j) {
     const int64_t p = first + j * kPointwiseThreads;
     if (p < a.packs) {
 #pragma unroll
@@ -48,7 +50,7 @@ __global__ void __launch_bounds__(kPointwiseThreads) pointwise_kernel(const Poin
     }
   }
 #pragma unroll
-  for (int j = 0; j < kPointwisePacks; ++j) {
+  for (int j = 0; j < kPointwisePacks<T>; ++j) {
     const int64_t p = first + j * kPointwiseThreads;
     if (p < a.packs) store(a.out + a.head + p * N, apply<F>(in[j]));
   }
@@ -64,15 +66,7 @@ __global__ void __launch_bounds__(kPointwiseThreads) pointwise_kernel(const Poin
   }
 }
 
-// Elements before the first 16-byte boundary, if that is the same for all pointers; else -1.
-template <class T>
-inline int64_t common_head(std::initializer_list<const void*> pointers) {
-  const auto offset = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16; };
-  const auto first = offset(*pointers.begin());
-  for (const void* p : pointers)
-    if (offset(p) != first) return -1;
-  return first == 0 ? 0 : static_cast<int64_t>((16 - first) / sizeof(T));
-}
+inline uintptr_t past_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16; }
 
 // Runs F over n elements. Pointers at one common distance from a 16-byte boundary get 16-byte accesses
 // with a scalar head and tail; pointers at different distances get scalar ones throughout.
@@ -80,14 +74,17 @@ template <class F, class T, int Inputs>
 void pointwise(const void* const (&in)[Inputs], void* out, int64_t n, cudaStream_t stream) {
   if (n == 0) return;
   PointwiseArguments<T, Inputs> a;
-  for (int k = 0; k < Inputs; ++k) a.in[k] = static_cast<const T*>(in[k]);
+  const uintptr_t past = past_16_bytes(out);
+  bool wide = true;
+  for (int k = 0; k < Inputs; ++k) {
+    a.in[k] = static_cast<const T*>(in[k]);
+    wide &= past_16_bytes(in[k]) == past;
+  }
   a.out = static_cast<T*>(out);
   a.n = n;
-  const int64_t head = Inputs == 1 ? common_head<T>({out, in[0]}) : common_head<T>({out, in[0], in[Inputs - 1]});
-  const bool wide = head >= 0;
-  a.head = wide ? std::min(head, n) : 0;
+  a.head = wide && past != 0 ? std::min<int64_t>((16 - past) / sizeof(T), n) : 0;
   a.packs = wide ? (n - a.head) / kWidest<T> : n;
-  constexpr int64_t tile = kPointwiseThreads * kPointwisePacks;
+  constexpr int64_t tile = kPointwiseThreads * kPointwisePacks<T>;
   const int64_t blocks = std::max<int64_t>(1, (a.packs + tile - 1) / tile);
   launch(wide ? pointwise_kernel<F, T, kWidest<T>, Inputs> : pointwise_kernel<F, T, 1, Inputs>, blocks,
          kPointwiseThreads, 0, stream, a);

@@ -23,22 +23,22 @@ __global__ void reverse(const float* x, float* y, int64_t n, int fault) {
 // The same in dynamic shared memory, with the same faults.
 __global__ void reverse_dynamic(const float* x, float* y, int64_t n, int fault) {
   float* tile = dynamic_shared<float>();
-  tile[threadIdx.x + (fault == 2)] = x[index_in_grid()];
+  store(tile + threadIdx.x + (fault == 2), load<float, 1>(x + index_in_grid()));
   if (fault != 1) __syncthreads();
-  y[index_in_grid()] = tile[blockDim.x - 1 - threadIdx.x];
+  store(y + index_in_grid(), load<float, 1>(tile + blockDim.x - 1 - threadIdx.x));
 }
 
 // Neighbours of a warp exchanged, through shared memory. Fault 1: a shuffle instead of the barrier (it
 // waits for the other lanes, but orders no memory).
 __global__ void swap_neighbours(const float* x, float* y, int64_t n, int fault) {
   __shared__ float tile[kThreads];
-  tile[threadIdx.x] = x[index_in_grid()];
+  store(tile + threadIdx.x, load<float, 1>(x + index_in_grid()));
   if (fault == 1) {
     __shfl_xor_sync(~0u, 0, 1);
   } else {
     __syncwarp();
   }
-  y[index_in_grid()] = tile[threadIdx.x ^ 1];
+  store(y + index_in_grid(), load<float, 1>(tile + (threadIdx.x ^ 1)));
 }
 
 // One block takes a tile after another. Fault 1: the barrier is missing that keeps the stores of one round

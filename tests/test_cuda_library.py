@@ -1,0 +1,82 @@
+"""What the compilers say of the CUDA and Triton kernels, and of the libraries that hold them. No GPU is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def tool(name: str) -> str:
+    """A CUDA binary tool: from PATH, else the one that comes with Triton."""
+    triton = importlib.util.find_spec("triton")
+    bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / name if triton else None
+    found = shutil.which(name) or (str(bundled) if bundled and bundled.exists() else None)
+    return found or pytest.skip(f"no {name} here")
+
+
+def library(name: str) -> Path:
+    path = ROOT / "memkern" / f"_{name}.so"
+    return path if path.exists() else pytest.skip(f"{path.name} was not built")
+
+
+def test_no_spills_and_no_stack_frames() -> None:
+    report = subprocess.run([tool("cuobjdump"), "--dump-resource-usage", library("cuda")], capture_output=True, text=True)
+    kernels = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", report.stdout)
+    assert len(kernels) >= 32
+    assert [k for k in kernels if int(k[2]) or int(k[4])] == []
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_libraries_need_no_particular_python_or_cuda(name: str) -> None:
+    path = library(name)
+    needed = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
+    assert "libtorch_cpu.so" in needed  # or nothing would resolve
+    assert "libpython" not in needed
+    assert "libcudart" not in needed
+    symbols = subprocess.run(["nm", "-DC", "--undefined-only", path], capture_output=True, text=True, check=True).stdout
+    # PyTorch is reached through its C shims only: no C++ name of it is left open.
+    assert [line for line in symbols.splitlines() if re.search(r" (c10|at|torch)::", line)] == []
+    assert " aoti_torch_" in symbols
+
+
+COMPILE = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from memkern.triton import gelu
+
+def signatures():
+    for dtype, narrow in (("fp16", True), ("bf16", True), ("fp32", False)):
+        for tanh in (False, True):
+            meta = {"TANH": tanh, "NARROW": narrow, "BLOCK": gelu.BLOCK}
+            pointer = f"*{dtype}"
+            yield gelu.forward_kernel, {"x_ptr": pointer, "y_ptr": pointer, "n": "i64"}, meta
+            yield gelu.backward_kernel, {"dy_ptr": pointer, "x_ptr": pointer, "dx_ptr": pointer, "n": "i64"}, meta
+
+for capability in (80, 90):
+    for kernel, signature, meta in signatures():
+        source = ASTSource(kernel, signature, constexprs=meta, attrs={(i,): [["tt.divisibility", 16]] for i in range(len(signature))})
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+        wide = ".v4.b32" in compiled.asm["ptx"]
+        print(capability, kernel.__name__, len(compiled.asm["cubin"]), "wide" if wide else "narrow")
+"""
+
+
+def test_triton_kernels_compile_for_sm_80_and_sm_90() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    tool("ptxas")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    run = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert len(lines) == 24
+    assert all(line.endswith("wide") for line in lines)  # 16-byte accesses
