@@ -32,19 +32,20 @@ def _summed(x_ptr, residual_ptr, at, inside):
 
 @triton.jit
 def _weight(weight_ptr, column, inside, ZERO_CENTRED: tl.constexpr):
-    if weight_ptr is None:
-        return tl.full(column.shape, 1.0, tl.float32)
-    weight = widened(tl.load(weight_ptr + column, mask=inside, other=1.0))
-    if ZERO_CENTRED:
-        weight += 1.0
+    weight = tl.full(column.shape, 1.0, tl.float32)
+    if weight_ptr is not None:
+        weight = widened(tl.load(weight_ptr + column, mask=inside, other=1.0))
+        if ZERO_CENTRED:
+            weight += 1.0
     return weight
 
 
 @triton.jit
 def _bias(bias_ptr, column, inside):
-    if bias_ptr is None:
-        return tl.zeros(column.shape, tl.float32)
-    return widened(tl.load(bias_ptr + column, mask=inside, other=0.0))
+    bias = tl.zeros(column.shape, tl.float32)
+    if bias_ptr is not None:
+        bias = widened(tl.load(bias_ptr + column, mask=inside, other=0.0))
+    return bias
 
 
 @triton.jit
