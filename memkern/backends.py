@@ -76,8 +76,8 @@ def unavailable(name: str) -> str | None:
     if name not in _loaded:
         try:
             _LOADERS[name]()
-        except (ImportError, OSError, RuntimeError) as error:
-            return str(error).splitlines()[0]
+        except Exception as error:  # whatever a broken installation raises: kept as the reason
+            return (str(error) or repr(error)).splitlines()[0]
         _loaded.add(name)
     return None
 
@@ -96,16 +96,19 @@ def choose(x: Tensor) -> str:
     """The backend that serves ``x``.
 
     Raises:
-        RuntimeError: the backend chosen by hand does not serve it; the message says why.
+        ValueError: ``MEMKERN_BACKEND`` names no backend.
+        RuntimeError: the backend chosen by hand cannot run here or does not serve ``x``; the message says why.
     """
     device, dtype = x.device.type, x.dtype
     by_hand = _by_hand.get()
-    if by_hand is not None:
-        reason = _mismatch(by_hand, device, dtype)
-        if reason is not None:
-            raise RuntimeError(f"backend {by_hand!r} was asked for, but {reason}")
-        return by_hand
-    return _first_choice(device, dtype)
+    if by_hand is None:
+        return _first_choice(device, dtype)
+    if by_hand not in _loaded:  # from MEMKERN_BACKEND
+        require(by_hand)
+    reason = _mismatch(by_hand, device, dtype)
+    if reason is not None:
+        raise RuntimeError(f"backend {by_hand!r} was asked for, but {reason}")
+    return by_hand
 
 
 def _first_choice(device: str, dtype: torch.dtype) -> str:
@@ -143,25 +146,22 @@ def require(name: str) -> None:
 
 
 def explain(x: Tensor | torch.device | str) -> dict[str, str]:
-    """For each backend, what it does for ``x`` (a tensor; or a device, for its fp32 tensors): runs, or why it does not."""
+    """For each backend, that it runs for ``x`` (a tensor; or a device, for its fp32 tensors) or why it does not."""
     if not isinstance(x, Tensor):
         device, dtype = torch.device(x).type, torch.float32
     else:
         device, dtype = x.device.type, x.dtype
-    answer = {}
-    for name in names():
-        answer[name] = unavailable(name) or _mismatch(name, device, dtype) or "could run, is not the first choice"
     by_hand = _by_hand.get()
     chosen = by_hand or _first_choice(device, dtype)
-    if answer[chosen].startswith("could run"):
-        answer[chosen] = "runs: chosen by hand" if by_hand else "runs"
+    answer = {}
+    for name in names():
+        runs = "runs" if by_hand is None else "runs: chosen by hand"
+        could = runs if name == chosen else "could run, is not the first choice"
+        answer[name] = unavailable(name) or _mismatch(name, device, dtype) or could
     return answer
 
 
 def start() -> None:
-    """Load what can be loaded, and apply ``MEMKERN_BACKEND``. Called once, by ``import memkern``."""
+    """Load what can be loaded. Called once, by ``import memkern``, which nothing here makes fail."""
     for name in names():
         unavailable(name)
-    by_hand = _by_hand.get()
-    if by_hand is not None:
-        require(by_hand)

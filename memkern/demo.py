@@ -263,10 +263,11 @@ def results(trainings: list[Training], memories: list[Memory]) -> Table:
     add("Final loss (nats/byte)", [t.final_loss for t in trainings], ".4f")
     add("Saved for backward per step (MiB)", [m.saved / MIB for m in memories], ".2f")
     add("Optimizer state (bytes/parameter)", [m.optimizer / m.parameters for m in memories], ".2f")
-    if memories[0].peak is None:
-        table.add_row("Peak GPU memory (MiB)", "no GPU", "no GPU", "")
+    peaks = [m.peak / MIB for m in memories if m.peak is not None]
+    if peaks:
+        add("Peak GPU memory (MiB)", peaks, ".1f")
     else:
-        add("Peak GPU memory (MiB)", [m.peak / MIB for m in memories], ".1f")
+        table.add_row("Peak GPU memory (MiB)", "no GPU", "no GPU", "")
     add("Step time (ms, median)", [1e3 * statistics.median(t.seconds) for t in trainings], ".1f")
     add("Skipped steps", [t.skipped for t in trainings], "d")
     return table
@@ -289,8 +290,8 @@ def plot(trainings: list[Training], memories: list[Memory], title: str, path: Pa
     curves.grid(alpha=0.3)
 
     kinds = {"saved for\nbackward": [m.saved for m in memories], "optimizer\nstate": [m.optimizer for m in memories]}
-    if memories[0].peak is not None:
-        kinds["peak GPU\nmemory"] = [m.peak for m in memories]
+    if peaks := [m.peak for m in memories if m.peak is not None]:
+        kinds["peak GPU\nmemory"] = peaks
     for i, (training, look) in enumerate(zip(trainings, looks, strict=True)):
         places = [kind + 0.4 * (i - 0.5) for kind in range(len(kinds))]
         drawn = bars.bar(places, [values[i] / MIB for values in kinds.values()], width=0.38, color=look["color"],

@@ -29,7 +29,9 @@ def library(name: str) -> Path:
 
 
 def test_no_spills_and_no_stack_frames() -> None:
-    report = subprocess.run([tool("cuobjdump"), "--dump-resource-usage", library("cuda")], capture_output=True, text=True)
+    report = subprocess.run(
+        [tool("cuobjdump"), "--dump-resource-usage", library("cuda")], capture_output=True, text=True
+    )
     kernels = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", report.stdout)
     assert len(kernels) >= 32
     assert [k for k in kernels if int(k[2]) or int(k[4])] == []
@@ -64,7 +66,8 @@ def signatures():
 
 for capability in (80, 90):
     for kernel, signature, meta in signatures():
-        source = ASTSource(kernel, signature, constexprs=meta, attrs={(i,): [["tt.divisibility", 16]] for i in range(len(signature))})
+        aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
+        source = ASTSource(kernel, signature, constexprs=meta, attrs=aligned)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
         wide = ".v4.b32" in compiled.asm["ptx"]
         print(capability, kernel.__name__, len(compiled.asm["cubin"]), "wide" if wide else "narrow")
