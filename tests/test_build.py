@@ -50,7 +50,8 @@ def fake_toolkit(folder: Path) -> Path:
     (folder / "include").mkdir()
     (folder / "include" / "cuda_fp16.h").touch()
     nvcc = folder / "bin" / "nvcc"
-    nvcc.write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n: > "$2.d"\n')
+    script = f'echo "$@" >> {folder}/calls\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n: > "$2.d"\n'
+    nvcc.write_text(f"#!/bin/sh\n{script}")
     nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
     return folder
 

@@ -240,16 +240,16 @@ def kind(request: pytest.FixtureRequest) -> str:
 # (kernel, fault) and what its report says; a fault that only the other sanitizer sees is not run.
 CAUGHT = {
     "asan": {
-        ("copy", 1): "heap-buffer-overflow .*planted.cu:.* in copy",
-        ("reverse_dynamic", 2): "heap-buffer-overflow .*planted.cu:.* in reverse_dynamic",
+        ("copy", 1): r"heap-buffer-overflow .*\bcopy\b[^\n]*planted.cu:",
+        ("reverse_dynamic", 2): r"heap-buffer-overflow .*\breverse_dynamic\b[^\n]*planted.cu:",
         ("reverse", 2): r"planted.cu:.*runtime error: index 64 out of bounds for type 'float \[64\]'",
         ("wide_copy", 2): r"planted.cu:.*runtime error: .*misaligned address .*requires 16 byte alignment",
     },
     "tsan": {
-        ("reverse", 1): "data race .*planted.cu:.* in reverse<64>",
-        ("reverse_dynamic", 1): "data race .*planted.cu:.* in reverse_dynamic",
-        ("rounds", 1): "data race .*planted.cu:.* in rounds",
-        ("swap_neighbours", 1): "data race .*planted.cu:.* in swap_neighbours",
+        ("reverse", 1): r"data race .*\breverse<64>[^\n]*planted.cu:",
+        ("reverse_dynamic", 1): r"data race .*\breverse_dynamic\b[^\n]*planted.cu:",
+        ("rounds", 1): r"data race .*\brounds\b[^\n]*planted.cu:",
+        ("swap_neighbours", 1): r"data race .*\bswap_neighbours\b[^\n]*planted.cu:",
     },
 }
 
