@@ -52,7 +52,7 @@ def assert_close(actual: Tensor, exact: Tensor, ulps: float = 2.0, of: torch.dty
     assert error.max() <= ulps, f"{error.max():.2f} ulp, at {error.argmax()}"
 
 
-def check(kind, x, residual, weight, bias, shape, dy=None, ulps=2.0, **options) -> None:
+def check(kind, x, residual, weight, bias, shape, dy=None, ulps=3.0, **options) -> None:
     """Outputs and all gradients of the function against fp64."""
     tensors = [x, residual, weight, bias if kind == "layer_norm" else None]
     if dy is None:
@@ -70,7 +70,8 @@ def check(kind, x, residual, weight, bias, shape, dy=None, ulps=2.0, **options) 
         if tensor is not None:
             assert actual.dtype == tensor.dtype
             rounded = x.dtype if options.get("memory_efficient") else tensor.dtype
-            assert_close(actual, value, 2 * ulps, of=rounded)
+            summed_up = (x.numel() / max(tensor.numel(), 1)) ** 0.5  # a sum over rows: its error is a random walk
+            assert_close(actual, value, 2 * ulps + summed_up / 20, of=rounded)
 
 
 def parameters(shape, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
