@@ -105,7 +105,7 @@ struct Forward {
   bool centre;
 };
 
-// The statistics are those of the CUDA kernels: see Statistics in ../cuda/norm_forward.cu.
+// The statistics are those of the CUDA kernels: see Statistics in ../cuda/norm_forward.cuh.
 template <class T>
 MEMKERN_CLONES void forward_rows(const Forward<T>& a, int64_t begin, int64_t end) {
   using A = acc_t<T>;
@@ -151,8 +151,8 @@ template <class T>
 struct Backward {
   const T *dy, *dsummed, *x;  // dsummed may be null; x is y where from_y
   const acc_t<T>*scale, *shift, *mean, *rstd;  // mean may be null
-  T* dx;                        // these three: null where not needed
-  acc_t<T> *dweight, *dbias;    // partials of one block of rows, zero at first
+  T* dx;                      // these three: null where not needed
+  acc_t<T> *dweight, *dbias;  // partials of one block of rows, zero at first
   int64_t columns;
   bool centre, from_y;
 };
@@ -200,7 +200,9 @@ MEMKERN_CLONES void backward_rows(const Backward<T>& a, int64_t begin, int64_t e
     const A mean_g = a.centre ? of_g.total() / A(n) : 0;
     const A mean_g_x_hat = of_g_x_hat.total() / A(n);
     T* dx = a.dx + row * n;
-    const auto at = [&](int64_t i) { return (dy[i] * a.scale[i] - mean_g - (x[i] - offset) * factor * mean_g_x_hat) * rstd; };
+    const auto at = [&](int64_t i) {
+      return (dy[i] * a.scale[i] - mean_g - (x[i] - offset) * factor * mean_g_x_hat) * rstd;
+    };
     if (a.dsummed) {
       const T* dsummed = a.dsummed + row * n;
       for (int64_t i = 0; i < n; ++i) store(dx + i, at(i) + widen(dsummed[i]));
@@ -234,7 +236,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Ma
   for_dtype(x.scalar_type(), [&](auto type) {
     using T = decltype(type);
     using A = acc_t<T>;
-    const auto scale = parameter_values<T>(weight, columns, 1, zero_centred), shift = parameter_values<T>(bias, columns, 0);
+    const auto scale = parameter_values<T>(weight, columns, 1, zero_centred);
+    const auto shift = parameter_values<T>(bias, columns, 0);
     const Forward<T> a{const_data<T>(x), const_data<T>(residual), scale.data(), shift.data(), mutable_data<T>(y),
                        mutable_data<T>(summed), mutable_data<A>(mean), mutable_data<A>(rstd), columns,
                        static_cast<A>(eps), centre};
@@ -268,7 +271,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const MaybeTenso
   for_dtype(x.scalar_type(), [&](auto type) {
     using T = decltype(type);
     using A = acc_t<T>;
-    const auto scale = parameter_values<T>(weight, columns, 1, zero_centred), shift = parameter_values<T>(bias, columns, 0);
+    const auto scale = parameter_values<T>(weight, columns, 1, zero_centred);
+    const auto shift = parameter_values<T>(bias, columns, 0);
     std::vector<A> dweights(need_dweight ? blocks * columns : 0), dbiases(need_dbias ? blocks * columns : 0);
     torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
