@@ -152,7 +152,7 @@ struct Backward {
   const T *dy, *dsummed, *x;  // dsummed may be null; x is y where from_y
   const acc_t<T>*scale, *shift, *mean, *rstd;  // mean may be null
   T* dx;                      // these three: null where not needed
-  acc_t<T> *dweight, *dbias;  // partials of one block of rows, zero at first
+  acc_t<T> *dweight, *dbias;  // sums over rows, added to
   int64_t columns;
   bool centre, from_y;
 };
@@ -212,6 +212,19 @@ MEMKERN_CLONES void backward_rows(const Backward<T>& a, int64_t begin, int64_t e
   }
 }
 
+constexpr int64_t kStrand = 32;  // rows
+
+// Adds sums to what is at `to`, and sets them back to zero.
+template <class A>
+MEMKERN_CLONES void move_sums(std::vector<A>& sums, A* to) {
+  const int64_t n = sums.size();
+  A* from = sums.data();
+  for (int64_t i = 0; i < n; ++i) {
+    to[i] += from[i];
+    from[i] = 0;
+  }
+}
+
 // to[i] = the sum of count partials, in order.
 template <class A, class W>
 MEMKERN_CLONES void add_up(const A* partials, int64_t count, int64_t stride, A* buffer, W* to, int64_t n) {
@@ -266,21 +279,25 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const MaybeTenso
   if (columns == 0) return {dx, dweight, dbias};
 
   // Blocks of rows follow from rows and columns, not from the number of threads: nor do the sums.
-  const int64_t in_block = std::max<int64_t>({8, kGrain / columns, (rows + 63) / 64});
+  const int64_t in_block = (std::max(kGrain / columns, rows / 64) / kStrand + 1) * kStrand;
   const int64_t blocks = (rows + in_block - 1) / in_block;
   for_dtype(x.scalar_type(), [&](auto type) {
     using T = decltype(type);
     using A = acc_t<T>;
     const auto scale = parameter_values<T>(weight, columns, 1, zero_centred);
     const auto shift = parameter_values<T>(bias, columns, 0);
+    // Sums of kStrand rows, of blocks, of all: the rounding error stays that of short sums.
     std::vector<A> dweights(need_dweight ? blocks * columns : 0), dbiases(need_dbias ? blocks * columns : 0);
     torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; ++block) {
-        const Backward<T> a{const_data<T>(dy), const_data<T>(dsummed), const_data<T>(x), scale.data(), shift.data(),
-                            const_data<A>(mean), const_data<A>(rstd), mutable_data<T>(dx),
-                            need_dweight ? dweights.data() + block * columns : nullptr,
-                            need_dbias ? dbiases.data() + block * columns : nullptr, columns, centre, from_y};
-        backward_rows<T>(a, block * in_block, std::min(rows, (block + 1) * in_block));
+      std::vector<A> dweight_strand(need_dweight ? columns : 0), dbias_strand(need_dbias ? columns : 0);
+      Backward<T> a{const_data<T>(dy), const_data<T>(dsummed), const_data<T>(x), scale.data(), shift.data(),
+                    const_data<A>(mean), const_data<A>(rstd), mutable_data<T>(dx),
+                    need_dweight ? dweight_strand.data() : nullptr, need_dbias ? dbias_strand.data() : nullptr,
+                    columns, centre, from_y};
+      for (int64_t first = begin * in_block; first < std::min(rows, end * in_block); first += kStrand) {
+        backward_rows<T>(a, first, std::min(rows, first + kStrand));
+        move_sums(dweight_strand, dweights.data() + first / in_block * columns);
+        move_sums(dbias_strand, dbiases.data() + first / in_block * columns);
       }
     });
     const auto finish = [&](const std::vector<A>& partials, Tensor& to) {
