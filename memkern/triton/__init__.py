@@ -10,9 +10,9 @@ from torch.library import triton_op
 
 from memkern import ops
 from memkern.backends import interpreting
-from memkern.triton import gelu
+from memkern.triton import gelu, norm
 
-FAMILIES = (gelu,)
+FAMILIES = (gelu, norm)
 
 
 def register() -> None:

@@ -62,7 +62,7 @@ def _write_rules(kind: str, folder: Path) -> None:
     from ninja.ninja_syntax import Writer
 
     torch_dir = _package("torch")
-    common = "g++ -x c++ -std=c++17 -fPIC -Wall -MMD -MF $out.d -c $in -o $out"
+    common = "g++ -x c++ -std=c++17 -fno-strict-aliasing -fPIC -Wall -MMD -MF $out.d -c $in -o $out"
     cuda_source = (
         f"{common} -include {HERE}/emulator.h -Wno-unknown-pragmas -DMEMKERN_EMULATED"
         " -DMEMKERN_CUDA_NAMESPACE=memkern_emulated -DMEMKERN_CUDA_KEY=CPU"
