@@ -67,21 +67,25 @@ def _binary(size: int) -> str:
 
 
 def layer_call(case: Case, function: Function, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
-    """The call that is timed for a layer. ``inputs``: the function's arguments, then dy."""
+    """The call that is timed for a layer. ``inputs``: the function's arguments, then dy, the same for every output."""
     *arguments, dy = inputs
     wanted = [argument for argument in arguments if argument.requires_grad]
 
-    def forward() -> Tensor:
+    def gradients(y: Tensor | tuple[Tensor, ...], retain_graph: bool = False) -> tuple[Tensor, ...]:
+        outputs = (y,) if isinstance(y, Tensor) else y
+        return torch.autograd.grad(outputs, wanted, [dy] * len(outputs), retain_graph=retain_graph)
+
+    def forward() -> Any:
         with torch.no_grad():
             return function(*arguments)
 
-    def both() -> tuple[Tensor, tuple[Tensor, ...]]:
+    def both() -> tuple[Any, tuple[Tensor, ...]]:
         y = function(*arguments)
-        return y, torch.autograd.grad(y, wanted, dy)
+        return y, gradients(y)
 
     if case.direction == "backward":
         y = function(*arguments)
-        return lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True)
+        return lambda: gradients(y, retain_graph=True)
     return {"forward": forward, "both": both}[case.direction]
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from memkern import functional
 from memkern.functional.common import one_of
 from memkern.functional.gelu import GELU_FORMS
+from memkern.functional.norm import AUTOCAST, check_eps
 
 
 class GELU(torch.nn.GELU):
@@ -26,3 +30,109 @@ class GELU(torch.nn.GELU):
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.gelu(input, approximate=self.approximate)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm`` on the fused kernels; see :func:`memkern.functional.layer_norm`.
+
+    Args:
+        autocast, memory_efficient: as there. The others are PyTorch's.
+
+    Raises:
+        ValueError: a negative ``eps``, another ``autocast``.
+    """
+
+    # Also on the class, so that a torch.nn.LayerNorm whose class is changed (memkern.patch) has them.
+    autocast = "keep"
+    memory_efficient = False
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        autocast: str = "keep",
+        memory_efficient: bool = False,
+    ) -> None:
+        check_eps(eps)
+        one_of("autocast", autocast, AUTOCAST)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self.autocast, self.memory_efficient = autocast, memory_efficient
+
+    def _arguments(self) -> dict[str, Any]:
+        names = ("normalized_shape", "weight", "bias", "eps", "autocast", "memory_efficient")
+        return {name: getattr(self, name) for name in names}
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.layer_norm(input, **self._arguments())
+
+
+class AddLayerNorm(LayerNorm):
+    """LayerNorm of ``input + residual``, in one pass; see :func:`memkern.functional.add_layer_norm`.
+
+    Called with ``(input, residual)``, it returns ``(y, summed)``. Arguments and state_dict are those of LayerNorm.
+    """
+
+    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.add_layer_norm(input, residual, **self._arguments())
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm`` on the fused kernels; see :func:`memkern.functional.rms_norm`.
+
+    Args:
+        zero_centred: scale by ``1 + weight``; the weight then starts at 0, not 1.
+        autocast, memory_efficient: as there. The others are PyTorch's.
+
+    Raises:
+        ValueError: a negative ``eps``, another ``autocast``.
+    """
+
+    autocast = "keep"
+    memory_efficient = False
+    zero_centred = False
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centred: bool = False,
+        autocast: str = "keep",
+        memory_efficient: bool = False,
+    ) -> None:
+        if eps is not None:
+            check_eps(eps)
+        one_of("autocast", autocast, AUTOCAST)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self.zero_centred, self.autocast, self.memory_efficient = zero_centred, autocast, memory_efficient
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.zero_centred and self.weight is not None:
+            torch.nn.init.zeros_(self.weight)
+
+    def _arguments(self) -> dict[str, Any]:
+        names = ("normalized_shape", "weight", "eps", "zero_centred", "autocast", "memory_efficient")
+        return {name: getattr(self, name) for name in names}
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.rms_norm(input, **self._arguments())
+
+
+class AddRMSNorm(RMSNorm):
+    """RMSNorm of ``input + residual``, in one pass; see :func:`memkern.functional.add_rms_norm`.
+
+    Called with ``(input, residual)``, it returns ``(y, summed)``. Arguments and state_dict are those of RMSNorm.
+    """
+
+    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.add_rms_norm(input, residual, **self._arguments())

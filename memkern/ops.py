@@ -21,6 +21,7 @@ _ON_DEVICE = "Tensor? lr_tensor, Tensor? grad_scale, Tensor? clip, Tensor? found
 SCHEMAS = {
     "gelu_forward": "(Tensor x, str approximate) -> Tensor",
     "gelu_backward": "(Tensor dy, Tensor x, str approximate) -> Tensor",
+<<<<<<< HEAD
     # -> fp32 (3,): 1 where a gradient / grad_scale is not finite, else 0; the norm of all of them; the
     # factor that brings it down to max_norm, at most 1
     "check_and_norm": "(Tensor[] grads, Tensor? grad_scale, float max_norm) -> Tensor",
@@ -39,6 +40,31 @@ SCHEMAS = {
     "float weight_decay, bool maximize, bool write_grads) -> ()",
     "lion_step": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] masters, "
     f"{_ON_DEVICE}, float beta1, float beta2, float weight_decay, bool maximize, bool write_grads) -> ()",
+=======
+    # Norms of the last dimensions of x, which hold `columns` elements; the rest are rows. y and summed (x +
+    # residual rounded to x's dtype, which is then what is normalised; no elements without residual) are
+    # contiguous like x; mean and rstd (rows,) in fp32, fp64 for fp64. weight and bias have x's dtype or fp32,
+    # one for both. Backward: x is what was normalised, or y with from_y, and x_hat is then (y - bias) / weight;
+    # dsummed is added to dx; a gradient that is not needed comes back with no elements.
+    "layer_norm_forward": (
+        "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, SymInt columns, float eps)"
+        " -> (Tensor y, Tensor summed, Tensor mean, Tensor rstd)"
+    ),
+    "layer_norm_backward": (
+        "(Tensor dy, Tensor? dsummed, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd,"
+        " SymInt columns, bool from_y, bool need_dx, bool need_dweight, bool need_dbias)"
+        " -> (Tensor dx, Tensor dweight, Tensor dbias)"
+    ),
+    # As above, without a mean. zero_centred: the row is scaled by 1 + weight.
+    "rms_norm_forward": (
+        "(Tensor x, Tensor? residual, Tensor? weight, SymInt columns, float eps, bool zero_centred)"
+        " -> (Tensor y, Tensor summed, Tensor rstd)"
+    ),
+    "rms_norm_backward": (
+        "(Tensor dy, Tensor? dsummed, Tensor x, Tensor? weight, Tensor rstd, SymInt columns, bool zero_centred,"
+        " bool from_y, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)"
+    ),
+>>>>>>> main
 }
 
 
@@ -50,23 +76,65 @@ def _like_x_backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
     return torch.empty_like(x)
 
 
+<<<<<<< HEAD
 def _check_and_norm(grads: list[Tensor], grad_scale: Tensor | None, max_norm: float) -> Tensor:
     return grads[0].new_empty(3, dtype=torch.float32)
 
 
 def _nothing(*arguments: Any) -> None:
     pass
+=======
+def norm_rows(x: Tensor, columns: int) -> int:
+    """How many rows of ``columns`` elements ``x`` has; 0 where columns is 0."""
+    return x.numel() // columns if columns else 0
+
+
+def _norm_outputs(x: Tensor, residual: Tensor | None, columns: int, statistics: int) -> tuple[Tensor, ...]:
+    """y, summed and that many row statistics, uninitialised."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    summed = x.new_empty(0 if residual is None else x.shape)
+    rows = norm_rows(x, columns)
+    return x.new_empty(x.shape), summed, *(x.new_empty(rows, dtype=dtype) for _ in range(statistics))
+
+
+def _if_needed(needed: bool, like: Tensor | None, x: Tensor) -> Tensor:
+    """A contiguous tensor like ``like`` where its gradient is needed, else one with no elements."""
+    return torch.empty_like(like, memory_format=torch.contiguous_format) if needed else x.new_empty(0)
+
+
+def _layer_norm_forward(x, residual, weight, bias, columns, eps):
+    return _norm_outputs(x, residual, columns, statistics=2)
+
+
+def _layer_norm_backward(dy, dsummed, x, weight, bias, mean, rstd, columns, from_y, need_dx, need_dweight, need_dbias):
+    return _if_needed(need_dx, x, x), _if_needed(need_dweight, weight, x), _if_needed(need_dbias, bias, x)
+
+
+def _rms_norm_forward(x, residual, weight, columns, eps, zero_centred):
+    return _norm_outputs(x, residual, columns, statistics=1)
+
+
+def _rms_norm_backward(dy, dsummed, x, weight, rstd, columns, zero_centred, from_y, need_dx, need_dweight):
+    return _if_needed(need_dx, x, x), _if_needed(need_dweight, weight, x)
+>>>>>>> main
 
 
 FAKES: dict[str, Callable[..., Any]] = {
     "gelu_forward": _like_x,
     "gelu_backward": _like_x_backward,
+<<<<<<< HEAD
     "check_and_norm": _check_and_norm,
     "advance": _nothing,
     "adamw_step": _nothing,
     "sgd_step": _nothing,
     "lamb_step": _nothing,
     "lion_step": _nothing,
+=======
+    "layer_norm_forward": _layer_norm_forward,
+    "layer_norm_backward": _layer_norm_backward,
+    "rms_norm_forward": _rms_norm_forward,
+    "rms_norm_backward": _rms_norm_backward,
+>>>>>>> main
 }
 
 

@@ -35,6 +35,13 @@ void launch(void (*kernel)(Parameters...), int64_t grid, int block, size_t share
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+// How many multiprocessors x's device has.
+inline int multiprocessors(const Tensor& x) {
+  int count = 0;
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, x.get_device_index()));
+  return count;
+}
+
 // The dynamic shared memory of the launch, aligned to 16 bytes.
 template <class T>
 __device__ __forceinline__ T* dynamic_shared() {

@@ -6,5 +6,6 @@ the backend once, in the forward pass; the backward pass runs on the same one.
 """
 
 from memkern.functional.gelu import gelu
+from memkern.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
-__all__ = ["gelu"]
+__all__ = ["add_layer_norm", "add_rms_norm", "gelu", "layer_norm", "rms_norm"]

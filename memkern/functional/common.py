@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from memkern import backends
@@ -21,9 +23,9 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: got {value!r}, needs {' or '.join(map(repr, allowed))}")
 
 
-def batched_together(tensors: tuple[Tensor, ...], in_dims: tuple[int | None, ...], size: int) -> tuple[Tensor, ...]:
-    """Under vmap, the same tensors with the mapped dimension first in every one of them."""
+def batched_together(tensors: tuple[Any, ...], in_dims: tuple[int | None, ...], size: int) -> tuple[Any, ...]:
+    """Under vmap, the same tensors with the mapped dimension first in every one of them; None stays None."""
     return tuple(
-        tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        None if tensor is None else tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
         for tensor, dim in zip(tensors, in_dims, strict=True)
     )

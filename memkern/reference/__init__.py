@@ -6,9 +6,15 @@ Arithmetic is fp64 where the device has it, else (MPS) fp32.
 from __future__ import annotations
 
 from memkern import ops
+<<<<<<< HEAD
 from memkern.reference import gelu, optim
 
 FAMILIES = (gelu, optim)
+=======
+from memkern.reference import gelu, norm
+
+FAMILIES = (gelu, norm)
+>>>>>>> main
 
 
 def register() -> None:

@@ -11,9 +11,15 @@ from torch.library import triton_op
 
 from memkern import ops
 from memkern.backends import interpreting
+<<<<<<< HEAD
 from memkern.triton import gelu, optim
 
 FAMILIES = (gelu, optim)
+=======
+from memkern.triton import gelu, norm
+
+FAMILIES = (gelu, norm)
+>>>>>>> main
 
 
 def register() -> None:
