@@ -6,15 +6,9 @@ Arithmetic is fp64 where the device has it, else (MPS) fp32.
 from __future__ import annotations
 
 from memkern import ops
-<<<<<<< HEAD
-from memkern.reference import gelu, optim
+from memkern.reference import gelu, norm, optim
 
-FAMILIES = (gelu, optim)
-=======
-from memkern.reference import gelu, norm
-
-FAMILIES = (gelu, norm)
->>>>>>> main
+FAMILIES = (gelu, norm, optim)
 
 
 def register() -> None:

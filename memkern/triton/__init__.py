@@ -11,15 +11,9 @@ from torch.library import triton_op
 
 from memkern import ops
 from memkern.backends import interpreting
-<<<<<<< HEAD
-from memkern.triton import gelu, optim
+from memkern.triton import gelu, norm, optim
 
-FAMILIES = (gelu, optim)
-=======
-from memkern.triton import gelu, norm
-
-FAMILIES = (gelu, norm)
->>>>>>> main
+FAMILIES = (gelu, norm, optim)
 
 
 def register() -> None:
