@@ -5,10 +5,6 @@ from memkern.backends import backend
 from memkern.patch import patch, unpatch
 
 __version__ = "0.1.0"
-<<<<<<< HEAD
-__all__ = ["amp", "backend", "backends", "functional", "nn", "optim"]
-=======
-__all__ = ["backend", "backends", "functional", "nn", "patch", "unpatch"]
->>>>>>> main
+__all__ = ["amp", "backend", "backends", "functional", "nn", "optim", "patch", "unpatch"]
 
 backends.start()

@@ -21,26 +21,6 @@ _ON_DEVICE = "Tensor? lr_tensor, Tensor? grad_scale, Tensor? clip, Tensor? found
 SCHEMAS = {
     "gelu_forward": "(Tensor x, str approximate) -> Tensor",
     "gelu_backward": "(Tensor dy, Tensor x, str approximate) -> Tensor",
-<<<<<<< HEAD
-    # -> fp32 (3,): 1 where a gradient / grad_scale is not finite, else 0; the norm of all of them; the
-    # factor that brings it down to max_norm, at most 1
-    "check_and_norm": "(Tensor[] grads, Tensor? grad_scale, float max_norm) -> Tensor",
-    # adds 1 to every step where found_inf is 0 or not given, else 1 to skipped
-    "advance": "(Tensor(a!)[] steps, Tensor(b!)? skipped, Tensor? found_inf) -> ()",
-    # The lists are of one length; max_exp_avg_sqs and masters may be empty. A master is the fp32 parameter
-    # that params then holds a rounded copy of. steps are those of advance, already advanced.
-    "adamw_step": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
-    f"Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] masters, Tensor[] steps, {_ON_DEVICE}, float beta1, float beta2, "
-    "float eps, float weight_decay, bool decoupled, bool maximize, bool write_grads) -> ()",
-    "sgd_step": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, Tensor(d!)[] masters, "
-    f"Tensor[] steps, {_ON_DEVICE}, float momentum, float dampening, float weight_decay, bool nesterov, "
-    "bool maximize, bool write_grads) -> ()",
-    "lamb_step": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
-    f"Tensor(e!)[] masters, Tensor[] steps, {_ON_DEVICE}, float beta1, float beta2, float eps, "
-    "float weight_decay, bool maximize, bool write_grads) -> ()",
-    "lion_step": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] masters, "
-    f"{_ON_DEVICE}, float beta1, float beta2, float weight_decay, bool maximize, bool write_grads) -> ()",
-=======
     # Norms of the last dimensions of x, which hold `columns` elements; the rest are rows. y and summed (x +
     # residual rounded to x's dtype, which is then what is normalised; no elements without residual) are
     # contiguous like x; mean and rstd (rows,) in fp32, fp64 for fp64. weight and bias have x's dtype or fp32,
@@ -64,7 +44,24 @@ SCHEMAS = {
         "(Tensor dy, Tensor? dsummed, Tensor x, Tensor? weight, Tensor rstd, SymInt columns, bool zero_centred,"
         " bool from_y, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)"
     ),
->>>>>>> main
+    # -> fp32 (3,): 1 where a gradient / grad_scale is not finite, else 0; the norm of all of them; the
+    # factor that brings it down to max_norm, at most 1
+    "check_and_norm": "(Tensor[] grads, Tensor? grad_scale, float max_norm) -> Tensor",
+    # adds 1 to every step where found_inf is 0 or not given, else 1 to skipped
+    "advance": "(Tensor(a!)[] steps, Tensor(b!)? skipped, Tensor? found_inf) -> ()",
+    # The lists are of one length; max_exp_avg_sqs and masters may be empty. A master is the fp32 parameter
+    # that params then holds a rounded copy of. steps are those of advance, already advanced.
+    "adamw_step": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+    f"Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] masters, Tensor[] steps, {_ON_DEVICE}, float beta1, float beta2, "
+    "float eps, float weight_decay, bool decoupled, bool maximize, bool write_grads) -> ()",
+    "sgd_step": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, Tensor(d!)[] masters, "
+    f"Tensor[] steps, {_ON_DEVICE}, float momentum, float dampening, float weight_decay, bool nesterov, "
+    "bool maximize, bool write_grads) -> ()",
+    "lamb_step": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+    f"Tensor(e!)[] masters, Tensor[] steps, {_ON_DEVICE}, float beta1, float beta2, float eps, "
+    "float weight_decay, bool maximize, bool write_grads) -> ()",
+    "lion_step": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] masters, "
+    f"{_ON_DEVICE}, float beta1, float beta2, float weight_decay, bool maximize, bool write_grads) -> ()",
 }
 
 
@@ -76,14 +73,6 @@ def _like_x_backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
     return torch.empty_like(x)
 
 
-<<<<<<< HEAD
-def _check_and_norm(grads: list[Tensor], grad_scale: Tensor | None, max_norm: float) -> Tensor:
-    return grads[0].new_empty(3, dtype=torch.float32)
-
-
-def _nothing(*arguments: Any) -> None:
-    pass
-=======
 def norm_rows(x: Tensor, columns: int) -> int:
     """How many rows of ``columns`` elements ``x`` has; 0 where columns is 0."""
     return x.numel() // columns if columns else 0
@@ -116,25 +105,29 @@ def _rms_norm_forward(x, residual, weight, columns, eps, zero_centred):
 
 def _rms_norm_backward(dy, dsummed, x, weight, rstd, columns, zero_centred, from_y, need_dx, need_dweight):
     return _if_needed(need_dx, x, x), _if_needed(need_dweight, weight, x)
->>>>>>> main
+
+
+def _check_and_norm(grads: list[Tensor], grad_scale: Tensor | None, max_norm: float) -> Tensor:
+    return grads[0].new_empty(3, dtype=torch.float32)
+
+
+def _nothing(*arguments: Any) -> None:
+    pass
 
 
 FAKES: dict[str, Callable[..., Any]] = {
     "gelu_forward": _like_x,
     "gelu_backward": _like_x_backward,
-<<<<<<< HEAD
+    "layer_norm_forward": _layer_norm_forward,
+    "layer_norm_backward": _layer_norm_backward,
+    "rms_norm_forward": _rms_norm_forward,
+    "rms_norm_backward": _rms_norm_backward,
     "check_and_norm": _check_and_norm,
     "advance": _nothing,
     "adamw_step": _nothing,
     "sgd_step": _nothing,
     "lamb_step": _nothing,
     "lion_step": _nothing,
-=======
-    "layer_norm_forward": _layer_norm_forward,
-    "layer_norm_backward": _layer_norm_backward,
-    "rms_norm_forward": _rms_norm_forward,
-    "rms_norm_backward": _rms_norm_backward,
->>>>>>> main
 }
 
 
