@@ -9,9 +9,7 @@ namespace optim {
 namespace {
 
 constexpr int64_t kChunk = 16384;
-constexpr int64_t kBlock = 1024;
-// Separate sums, whatever the vector width, so that a sum is the same on every machine.
-constexpr int kLanes = 32;
+constexpr int64_t kBlock = 4096;
 
 struct Chunk {
   int64_t row, begin, end;
@@ -119,28 +117,32 @@ MEMKERN_CLONES void direction_block(Lamb::Scalars<A> s, A unscale, A along, cons
   }
 }
 
-// The sum of squares of n elements times a factor, and whether all those products are finite.
-template <class T, class A>
-MEMKERN_CLONES void square_sum(const T* x, A factor, int64_t n, A (&sum)[kLanes], A (&top)[kLanes]) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (int k = 0; k < kLanes; ++k) {
-      const A value = widen(x[i + k]) * factor;
-      sum[k] += value * value;
-      top[k] += value * 0;  // NaN from the first value that is not finite
-    }
-  for (int k = 0; i + k < n; ++k) {
-    const A value = widen(x[i + k]) * factor;
-    sum[k] += value * value;
-    top[k] += value * 0;
-  }
-}
-
+// Adds the squares of n elements times a factor to sum, and to infinite a NaN if one of those products is not
+// finite. The vectors are of one width, whatever the instruction set, so that a sum is the same on every machine.
 template <class A>
-double total(const A (&lanes)[kLanes]) {
-  double sum = 0;
-  for (const A lane : lanes) sum += lane;
-  return sum;
+MEMKERN_CLONES void square_sum(const A* x, A factor, int64_t n, double& sum, double& infinite) {
+  using Vector [[gnu::vector_size(64)]] = A;
+  constexpr int64_t lanes = 64 / sizeof(A);
+  Vector sums[2] = {}, infinites[2] = {};
+  int64_t i = 0;
+  for (; i + 2 * lanes <= n; i += 2 * lanes)
+    for (int k = 0; k < 2; ++k) {
+      Vector value;
+      memcpy(&value, x + i + k * lanes, sizeof value);
+      value *= factor;
+      sums[k] += value * value;
+      infinites[k] += value * 0;
+    }
+  for (; i < n; ++i) {
+    const A value = x[i] * factor;
+    sums[0][0] += value * value;
+    infinites[0][0] += value * 0;
+  }
+  for (int k = 0; k < 2; ++k)
+    for (int lane = 0; lane < lanes; ++lane) {
+      sum += sums[k][lane];
+      infinite += infinites[k][lane];
+    }
 }
 
 Tensor check_and_norm(const Tensors& grads, const Maybe& grad_scale, double max_norm) {
@@ -157,24 +159,22 @@ Tensor check_and_norm(const Tensors& grads, const Maybe& grad_scale, double max_
   const float* scale = scalar(grad_scale, "grad_scale");
   const float unscale = scale ? float(1.0 / double(*scale)) : 1.0f;
   const std::vector<Chunk> chunks = chunks_of(rows);
-  std::vector<double> sums(chunks.size()), tops(chunks.size());
+  std::vector<double> sums(chunks.size()), infinites(chunks.size());
   for_chunks(chunks, [&](int64_t i) {
-    const auto [row, begin, end] = chunks[i];
-    for_type(rows[row].type[kGrad], [&, begin = begin, end = end, row = row](auto tag) {
-      using T = decltype(tag);
-      using A = decltype(widen(tag));
-      const T* grad = static_cast<const T*>(rows[row].data[kGrad]);
-      for (int64_t j = begin; j < end; j += kBlock) {
-        A sum[kLanes] = {}, top[kLanes] = {};
-        square_sum(grad + j, A(unscale), std::min(kBlock, end - j), sum, top);
-        sums[i] += total(sum);
-        tops[i] += total(top);
+    const Row& row = rows[chunks[i].row];
+    const auto add = [&](auto tag) {
+      using A = decltype(tag);
+      for (int64_t begin = chunks[i].begin; begin < chunks[i].end; begin += kBlock) {
+        Block<A> grad;
+        grad.open(row, kGrad, begin, std::min(kBlock, chunks[i].end - begin));
+        square_sum(grad.data, A(unscale), grad.n, sums[i], infinites[i]);
       }
-    });
+    };
+    row.type[kGrad] == kDouble ? add(double{}) : add(float{});
   });
-  double sum = 0, top = 0;
-  for (size_t i = 0; i < chunks.size(); ++i) sum += sums[i], top += tops[i];
-  const bool found = top != 0 || !std::isfinite(unscale) || unscale == 0;
+  double sum = 0, infinite = 0;
+  for (size_t i = 0; i < chunks.size(); ++i) sum += sums[i], infinite += infinites[i];
+  const bool found = infinite != 0 || !std::isfinite(unscale) || unscale == 0;
   Tensor result = torch::stable::new_empty(grads[0], {3}, ScalarType::Float);
   float* out = static_cast<float*>(result.mutable_data_ptr());
   out[0] = found ? 1.0f : 0.0f;
@@ -260,13 +260,12 @@ std::vector<double> lamb_ratios(const Lamb& algorithm, const OnDevice& numbers, 
     const Row& row = rows[chunks[i].row];
     const auto scalars = algorithm.scalars<A>(0, *row.step);
     Blocks<Lamb, A> b(row, begin, n);
-    A u[kBlock], w_sum[kLanes] = {}, u_sum[kLanes] = {}, unused[kLanes] = {};
+    A u[kBlock];
     direction_block<A>(scalars, numbers.unscale(), numbers.along(), b.w.data, b.g.data, b.state[0].data,
                        b.state[1].data, u, n);
-    square_sum(b.w.data, A(1), n, w_sum, unused);
-    square_sum(u, A(1), n, u_sum, unused);
-    weight[i] += total(w_sum);
-    direction[i] += total(u_sum);
+    double unused = 0;
+    square_sum(b.w.data, A(1), n, weight[i], unused);
+    square_sum(u, A(1), n, direction[i], unused);
   });
   std::vector<double> w(rows.size()), u(rows.size()), ratios(rows.size());
   for (size_t i = 0; i < chunks.size(); ++i) w[chunks[i].row] += weight[i], u[chunks[i].row] += direction[i];
