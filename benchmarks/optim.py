@@ -1,4 +1,4 @@
-"""One AMP step, gradients in hand: unscale, finite check, clip to a norm, AdamW. memkern's, and torch's fused and foreach."""
+"""One AMP step: unscale, finite check, clip to a norm, AdamW. memkern's, and torch's fused and foreach."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def gpt2_medium(divisor: int) -> list[int]:
 
 def cases(device: str, quick: bool) -> list[Case]:
     parameters = sum(gpt2_medium(64 if quick else LARGEST[device]))
-    return [Case(form, (parameters,), torch.float32, "step", BYTES * parameters) for form in ("292 tensors", "1 tensor")]
+    return [
+        Case(form, (parameters,), torch.float32, "step", BYTES * parameters) for form in ("292 tensors", "1 tensor")
+    ]
 
 
 def inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:

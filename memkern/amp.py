@@ -52,7 +52,9 @@ class GradScaler(torch.amp.GradScaler):
         scale = self._scale * getattr(optimizer, "grad_scale", 1)  # a factor of the user's own, as in torch
         with torch.no_grad():
             optimizer._checked = optimizer.check_gradients(scale)
-        found = {} if optimizer._checked is None else {optimizer._checked.found_inf.device: optimizer._checked.found_inf}
+        found = (
+            {} if optimizer._checked is None else {optimizer._checked.found_inf.device: optimizer._checked.found_inf}
+        )
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
 

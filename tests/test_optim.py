@@ -89,7 +89,9 @@ def test_alignment_and_offsets(backend: str, device: str, algorithm: Algorithm, 
             moved = []
             for i, x in enumerate(tensors):
                 offset = i if same else (i * number) % 9
-                moved.append(torch.cat([x.new_full((offset,), math.nan), x, x.new_full((3,), math.nan)])[offset : offset + 41])
+                moved.append(
+                    torch.cat([x.new_full((offset,), math.nan), x, x.new_full((3,), math.nan)])[offset : offset + 41]
+                )
             return moved
 
         t.params, t.grads, t.masters = moved(t.params, 1), moved(t.grads, 2), moved(t.masters, 4)
@@ -241,7 +243,9 @@ def test_schemas_and_fakes(backend: str, device: str, algorithm: Algorithm) -> N
     t = Tensors.random(algorithm, DTYPES[5], device, sizes=(5, 3))
     found, scale = on(device, 0.0), on(device, 2.0)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.op(backend, algorithm.op), t.arguments(algorithm, True, True, None, grad_scale=scale), test_utils=checks)
+    torch.library.opcheck(
+        ops.op(backend, algorithm.op), t.arguments(algorithm, True, True, None, grad_scale=scale), test_utils=checks
+    )
     torch.library.opcheck(ops.op(backend, "check_and_norm"), (t.grads, scale, 1.0), test_utils=checks)
     skipped = torch.tensor(0, device=device)
     torch.library.opcheck(ops.op(backend, "advance"), ([on(device, 1.0)], skipped, found), test_utils=checks)

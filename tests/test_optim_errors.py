@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from memkern import optim, ops
+from memkern import ops, optim
 from tests.optim_tools import OPTIMIZERS, parameter, same_bits, set_grad, snapshot
 
 
@@ -37,7 +37,11 @@ def make(request: pytest.FixtureRequest):
         (optim.SGD, {"differentiable": True}, "differentiable: got True, needs False"),
         (optim.AdamW, {"max_grad_norm": 0.0}, "max_grad_norm: got 0.0, needs None or a number above 0"),
         (optim.AdamW, {"max_grad_norm": math.nan}, "max_grad_norm: got nan"),
-        (optim.AdamW, {"master_weights": torch.float64}, "master_weights: got torch.float64, needs None or torch.float32"),
+        (
+            optim.AdamW,
+            {"master_weights": torch.float64},
+            "master_weights: got torch.float64, needs None or torch.float32",
+        ),
     ),
 )
 def test_bad_numbers(optimizer, arguments, message) -> None:
@@ -95,7 +99,9 @@ def test_a_gradient_on_another_device(make) -> None:
         grad = torch.empty(5, device="meta")
 
     b.__class__ = Moved
-    with pytest.raises(TypeError, match=r"gradient of parameter 'b': got torch.float32, torch.strided on meta, needs .* on cpu"):
+    with pytest.raises(
+        TypeError, match=r"gradient of parameter 'b': got torch.float32, torch.strided on meta, needs .* on cpu"
+    ):
         optimizer.step()
     b.__class__ = torch.nn.Parameter
     assert same_bits(before, snapshot(optimizer))
@@ -107,7 +113,9 @@ def test_the_native_ops_check_their_lists(backend, device) -> None:
     x = [torch.ones(4, device=device)]
 
     def lion(params=x, grads=x, averages=x, masters=(), found_inf=None) -> None:
-        ops.op(backend, "lion_step")(params, grads, averages, list(masters), None, None, None, found_inf, 0.1, 0.9, 0.9, 0.0, False, False)
+        ops.op(backend, "lion_step")(
+            params, grads, averages, list(masters), None, None, None, found_inf, 0.1, 0.9, 0.9, 0.0, False, False
+        )
 
     for bad in ([torch.ones(5, device=device)], [torch.ones(2, 2, device=device)], []):
         for name in ("grads", "averages"):

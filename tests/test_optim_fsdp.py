@@ -1,4 +1,4 @@
-"""Parameters sharded over two processes (FSDP2, gloo): a norm over all shards, and one rank's overflow skips on both."""
+"""Two processes that share the parameters (FSDP2, gloo): one norm, and one rank's overflow skips on both."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def check_trajectory(rank: int, name: str, scaler_type: type) -> None:
         backward(sharded, step, scaler.get_scale())
         overflow = step in (0, 3)
         before = [p.to_local().clone() for p in sharded.parameters()]
-        states = copy.deepcopy([s.to_local() for state in split.state.values() for key, s in state.items() if key != "step"])
+        states = copy.deepcopy(
+            [s.to_local() for state in split.state.values() for key, s in state.items() if key != "step"]
+        )
         if overflow and rank == 0:
             next(sharded.parameters()).grad.to_local().view(-1)[1] = math.inf
         scaler.step(split)
@@ -122,7 +124,9 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch.distributed has no gloo here")
+@pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="torch.distributed has no gloo here"
+)
 def test_two_processes() -> None:
     context = mp.get_context("spawn")
     failures = context.SimpleQueue()

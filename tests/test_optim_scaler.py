@@ -216,7 +216,13 @@ def test_no_host_sync(scaler, backend, device, make, clip, monkeypatch) -> None:
 
 def test_the_sync_test_catches_syncs(monkeypatch) -> None:
     x = torch.ones(3)
-    for read in (lambda: x[0].item(), lambda: bool(x[0]), lambda: x.nonzero(), lambda: x[x > 0], lambda: torch.equal(x, x)):
+    for read in (
+        lambda: x[0].item(),
+        lambda: bool(x[0]),
+        lambda: x.nonzero(),
+        lambda: x[x > 0],
+        lambda: torch.equal(x, x),
+    ):
         with pytest.raises(AssertionError, match="host sync"), NoSync():
             read()
     with monkeypatch.context() as patch:

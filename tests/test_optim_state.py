@@ -1,4 +1,4 @@
-"""Checkpoints: to and from torch's optimizers, dtypes kept, and a resumed run that is the uninterrupted one, bit for bit."""
+"""Checkpoints: to and from torch's optimizers, dtypes kept, and a resumed run that is the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ def train(p: Tensor, optimizer: torch.optim.Optimizer, steps: range) -> None:
 @pytest.mark.parametrize("direction", ("torch to memkern", "memkern to torch", "there and back"))
 def test_checkpoints_go_both_ways(backend, device, pair, direction) -> None:
     ours, theirs = pair
-    chain = {"torch to memkern": (theirs, ours), "memkern to torch": (ours, theirs), "there and back": (ours, theirs, ours)}
+    chain = {
+        "torch to memkern": (theirs, ours),
+        "memkern to torch": (ours, theirs),
+        "there and back": (ours, theirs, ours),
+    }
     p, uninterrupted = parameter(device, n=7), parameter(device, n=7)
     state = None
     for i, kind in enumerate(chain[direction]):
@@ -90,7 +94,9 @@ def test_resume_is_bit_identical(backend, device, make, dtype, masters) -> None:
     run(range(8), *whole)
     first = start()
     run(range(3), *first)
-    saved = through_a_file({"p": first[0].detach(), "optimizer": first[1].state_dict(), "scaler": first[2].state_dict()})
+    saved = through_a_file(
+        {"p": first[0].detach(), "optimizer": first[1].state_dict(), "scaler": first[2].state_dict()}
+    )
     resumed = start(saved["p"])
     resumed[1].load_state_dict(saved["optimizer"])
     resumed[2].load_state_dict(saved["scaler"])
@@ -157,8 +163,8 @@ def test_loaded_states_lie_in_memory_as_the_parameter_does(backend, device) -> N
         optimizer.step()
     second.load_state_dict(first.state_dict())
     assert second.state[b]["exp_avg"].stride() == b.stride()
-    for p, optimizer in ((a, first), (b, second)):
-        optimizer.step()
+    first.step()
+    second.step()
     assert torch.equal(a, b)
 
 

@@ -15,6 +15,7 @@ from memkern import optim
 from tests.optim_tools import parameter, same_bits, set_grad, snapshot
 from tests.ulp import spacing
 
+NESTEROV = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "maximize": True, "weight_decay": 0.01}
 PAIRS: dict[str, tuple[Callable, Callable]] = {
     name: (lambda p, o=ours, kw=kw: o(p, **kw), lambda p, t=theirs, kw=kw: t(p, **kw))
     for name, ours, theirs, kw in [
@@ -24,9 +25,9 @@ PAIRS: dict[str, tuple[Callable, Callable]] = {
         ("Adam decoupled", optim.Adam, torch.optim.Adam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
         ("SGD", optim.SGD, torch.optim.SGD, {"lr": 0.05}),
         ("SGD momentum", optim.SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}),
-        ("SGD nesterov", optim.SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "maximize": True, "weight_decay": 0.01}),
+        ("SGD nesterov", optim.SGD, torch.optim.SGD, NESTEROV),
     ]
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=PAIRS)
@@ -66,7 +67,9 @@ def test_200_steps_of_a_transformer(backend, device, pair) -> None:
         sign = -1 if ours.param_groups[0]["maximize"] else 1
         (sign * (model(x) - x.cos()).square().mean()).backward()
         before = [p.detach().clone() for p in params]
-        states_before = {p: {k: v.clone() for k, v in s.items() if isinstance(v, Tensor)} for p, s in theirs.state.items()}
+        states_before = {
+            p: {k: v.clone() for k, v in s.items() if isinstance(v, Tensor)} for p, s in theirs.state.items()
+        }
         for twin, p in zip(twins, params, strict=True):
             twin.data.copy_(p.data)
             twin.grad = p.grad.clone()
@@ -173,7 +176,10 @@ def test_groups_late_gradients_and_tensor_lr(backend, device) -> None:
     def both(kind: Callable) -> list[Tensor]:
         torch.manual_seed(0)
         a, b, c, frozen = (torch.nn.Parameter(torch.randn(5, device=device)) for _ in range(4))
-        groups = [{"params": [a, frozen]}, {"params": [b, c], "lr": torch.tensor(0.3, device=device), "weight_decay": 0.0}]
+        groups = [
+            {"params": [a, frozen]},
+            {"params": [b, c], "lr": torch.tensor(0.3, device=device), "weight_decay": 0.0},
+        ]
         optimizer = kind(groups, lr=0.1, weight_decay=0.5)
         for i in range(4):
             for p in (a, b, c):
@@ -207,7 +213,9 @@ def test_closure_hooks_and_schedulers(backend, device) -> None:
     assert torch.equal(p, torch.full_like(p, 1.0 - 1.0 - 0.5))
 
 
-@pytest.mark.parametrize("layout", ("channels last", "contiguous gradient", "transposed", "gaps", "expanded gradient", "one column"))
+@pytest.mark.parametrize(
+    "layout", ("channels last", "contiguous gradient", "transposed", "gaps", "expanded gradient", "one column")
+)
 def test_memory_layouts(backend, device, layout) -> None:
     """Parameter and gradient in different orders of memory."""
     torch.manual_seed(0)

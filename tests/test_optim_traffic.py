@@ -70,7 +70,9 @@ MASTERS = {"master_weights": torch.float32}
 )
 def test_bytes_a_parameter(make, params, bytes_a_parameter) -> None:
     launches = launches_of_a_step(make, params(N, N))
-    chunks = sum(launch["grid"] for launch in launches if "check_kernel" in launch["kernel"] and "finish" not in launch["kernel"])
+    chunks = sum(
+        launch["grid"] for launch in launches if "check_kernel" in launch["kernel"] and "finish" not in launch["kernel"]
+    )
     own = 2 * 8 * chunks + 12  # sums of the chunks, out and in, and the three results
     if make([torch.nn.Parameter(torch.ones(1))]).__class__ is LAMB:
         steps = next(launch["grid"] for launch in launches if "lamb_norm" in launch["kernel"])
@@ -87,13 +89,28 @@ def test_accesses_are_coalesced(params) -> None:
             assert launch[direction]["sectors"] == launch[direction]["sectors_needed"]
             if launch[direction]["bytes"] > N:
                 # 16 bytes a lane for fp32, 8 for the 16-bit tensors beside it; the check has 16 for either
-                assert launch[direction]["bytes"] / launch[direction]["warp_accesses"] > (500 if params is fp32 else 350)
+                assert launch[direction]["bytes"] / launch[direction]["warp_accesses"] > (
+                    500 if params is fp32 else 350
+                )
 
 
 def gpt2_medium(scale: int) -> list[int]:
     """Elements of each of its 292 tensors, divided by ``scale``."""
     width, layers = 1024, 24
-    block = [width, width, 3 * width**2, 3 * width, width**2, width, width, width, 4 * width**2, 4 * width, 4 * width**2, width]
+    block = [
+        width,
+        width,
+        3 * width**2,
+        3 * width,
+        width**2,
+        width,
+        width,
+        width,
+        4 * width**2,
+        4 * width,
+        4 * width**2,
+        width,
+    ]
     return [max(1, n // scale) for n in (50257 * width, 1024 * width, *(block * layers), width, width)]
 
 

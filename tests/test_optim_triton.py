@@ -50,7 +50,7 @@ def test_kernels_compile_for_sm_80_and_sm_90() -> None:
 
 
 def test_ops_that_write_register_without_the_interpreter() -> None:
-    """PyTorch compares what a schema says is written with what triton_op is told. The op here has no kernel of its own."""
+    """What triton_op is told to be written is what the schema says. (advance has no kernel.)"""
     pytest.importorskip("triton", reason="triton is not installed")
     code = (
         "import torch, memkern.triton; memkern.triton.register();"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+def _shard_groups(tensor: Any) -> tuple[dist.ProcessGroup, ...]:
     """The process groups over whose ranks a DTensor is split; none for any other tensor."""
     if not hasattr(tensor, "to_local"):
         return ()
@@ -58,7 +58,9 @@ def check(grads: Iterable[Tensor], grad_scale: Tensor | None, max_norm: float) -
     ]
     if len(results) == 1 and not results[0][0]:
         return Check(*results[0][1].unbind())
-    found_inf, square = sum(_summed_over_ranks(result, groups).to(results[0][1].device) for groups, result in results)
+    device = results[0][1].device
+    parts_summed = [_summed_over_ranks(result, groups).to(device) for groups, result in results]
+    found_inf, square = torch.stack(parts_summed).sum(0)
     norm = square.sqrt().float()
     return Check(found_inf.float(), norm, (max_norm / (norm + 1e-6)).nan_to_num(nan=1.0).clamp(max=1.0))
 

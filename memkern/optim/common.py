@@ -21,6 +21,7 @@ from memkern import backends, ops
 from memkern.optim.check import Check, check, local, on
 from memkern.optim.state import load_state_dict, name_of
 
+
 @dataclass
 class Batch:
     """The tensors of one call of a step op, in lists of one length (or empty)."""
@@ -289,5 +290,5 @@ def same_order(x: Tensor, y: Tensor) -> bool:
 
 
 def _scalar(value: Tensor | float | None) -> Tensor | None:
-    """``grad_scale`` or ``found_inf`` as a tensor: a user may set a number, and found_inf is 0 where nothing was checked."""
+    """``grad_scale`` or ``found_inf`` as a tensor: a user may set a number, and with nothing checked found_inf is 0."""
     return value if value is None or isinstance(value, Tensor) else torch.tensor(float(value))

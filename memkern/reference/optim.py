@@ -11,13 +11,12 @@ from memkern.reference.common import wide
 
 
 def check_and_norm(grads: list[Tensor], grad_scale: Tensor | None, max_norm: float) -> Tensor:
-    inverse = 1.0 if grad_scale is None else _inverse(grad_scale)
+    inverse = torch.ones((), device=grads[0].device) if grad_scale is None else _inverse(grad_scale)
     unscaled = [wide(grad) * inverse for grad in grads]
     # In the dtype that the kernels compute in: a value past its range is an infinity there.
     kernel_dtypes = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
     finite = torch.stack([g.to(dtype).isfinite().all() for g, dtype in zip(unscaled, kernel_dtypes, strict=True)]).all()
-    if grad_scale is not None:
-        finite = finite & inverse.isfinite() & (inverse != 0)
+    finite = finite & inverse.isfinite() & (inverse != 0)
     norm = torch.stack([g.square().sum() for g in unscaled]).sum().sqrt().float()
     clip = max_norm / (norm + 1e-6)
     return torch.stack([(~finite).float(), norm, torch.where(clip < 1, clip, 1.0)])

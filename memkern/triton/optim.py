@@ -1,4 +1,4 @@
-"""The optimizer steps in Triton: a launch a tensor. What they read as single numbers is put together on the device by PyTorch."""
+"""The optimizer steps in Triton, a launch a tensor. PyTorch puts their single numbers together, on the device."""
 
 from __future__ import annotations
 
@@ -97,10 +97,7 @@ def sgd_kernel(
         b = widened(tl.load(b_ptr + i, mask=inside, other=0.0))
         b = tl.where(tl.load(step_ptr) == 1.0, g, momentum * b + rate * g)
         tl.store(b_ptr + i, rounded(b, b_ptr.dtype.element_ty), mask=inside)
-        if NESTEROV:
-            g = g + momentum * b
-        else:
-            g = b
+        g = g + momentum * b if NESTEROV else b
     _store_parameter(w_ptr, copy_ptr, i, inside, w - tl.load(shared_ptr + LR) * g, COPY)
 
 
