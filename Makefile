@@ -71,7 +71,7 @@ gpu-check:
 	$(PYTHON) -m pytest --backends cuda,triton 2>&1 | tee $(RESULTS)/tests.txt || failed+=" tests"; \
 	for tool in memcheck racecheck initcheck synccheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    $(PYTHON) -m pytest -q $(SANITIZED) tests/test_gelu.py 2>&1 | tee $(RESULTS)/$$tool.txt || failed+=" $$tool"; \
+	    $(PYTHON) -m pytest -q $(SANITIZED) tests/test_gelu.py tests/test_optim.py 2>&1 | tee $(RESULTS)/$$tool.txt || failed+=" $$tool"; \
 	done; \
 	$(PYTHON) -m benchmarks --device cuda --out $(RESULTS) 2>&1 | tee $(RESULTS)/benchmarks.txt || failed+=" benchmarks"; \
 	$(PYTHON) -m memkern demo --out $(RESULTS)/demo.png 2>&1 | tee $(RESULTS)/demo.txt || failed+=" demo"; \

@@ -54,7 +54,7 @@ def test_200_steps_of_a_transformer(backend, device, pair) -> None:
     computes in fp64, so that torch's own rounding shows in full.
     """
     ulps = 3 if backend == "reference" else 2
-    steps = 200 if backend in ("cpu", "reference", "cuda") else 3
+    steps = 200 if backend in ("cpu", "cuda") else 5
     model = transformer(device)
     params = list(model.parameters())
     twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
