@@ -234,8 +234,10 @@ def test_advance(backend: str, device: str) -> None:
     advance([], skipped, on(device, 1.0))
     assert int(skipped) == 11 and float(steps[0]) == 3
     many = [torch.zeros((), device=device) for _ in range(4500)]
-    advance(many, None, on(device, 0.0))
+    advance(many, skipped, on(device, 0.0))
     assert all(step == 1 for step in many)
+    advance(many, skipped, on(device, 1.0))  # several launches, one skip
+    assert all(step == 1 for step in many) and int(skipped) == 12
 
 
 def test_schemas_and_fakes(backend: str, device: str, algorithm: Algorithm) -> None:
