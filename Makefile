@@ -13,6 +13,7 @@ OTHER_TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+OP_TESTS := tests/test_gelu.py $(wildcard tests/test_norm*.py tests/test_optim*.py)
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*/*)
 
 # The CUDA compiler from PyPI, for machines without the toolkit. The four parts must be of one version.
@@ -55,7 +56,8 @@ $(VENV)-other/.installed: Makefile
 	@touch $@
 
 test-other-torch: $(VENV)/.built $(VENV)-other/.installed
-	$(VENV)-other/bin/python -m pytest --backends cpu,reference $(wildcard tests/test_gelu.py)
+	$(VENV)-other/bin/python -c 'import memkern; memkern.backends.require("cpu")'
+	$(VENV)-other/bin/python -m pytest --backends cpu,reference $(OP_TESTS)
 
 # Uses the Python, PyTorch and CUDA toolkit already there. Every step runs, whatever became of the one
 # before; logs and figures go to RESULTS.

@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -61,7 +60,8 @@ _NOT_SERVED = {"triton": (torch.float64,)}
 _ORDER = {"cuda": ("cuda", "triton", "reference"), "cpu": ("cpu", "reference"), "xpu": ("triton", "reference")}
 
 _loaded: set[str] = set()
-_by_hand: ContextVar[str | None] = ContextVar("backend", default=os.environ.get("MEMKERN_BACKEND") or None)
+# Chosen by hand: a stack, the last one counts. A plain list, since Dynamo before 2.14 cannot trace a ContextVar.
+_by_hand = [name for name in (os.environ.get("MEMKERN_BACKEND"),) if name]
 
 
 def names() -> tuple[str, ...]:
@@ -100,9 +100,9 @@ def choose(x: Tensor) -> str:
         RuntimeError: the backend chosen by hand cannot run here or does not serve ``x``; the message says why.
     """
     device, dtype = x.device.type, x.dtype
-    by_hand = _by_hand.get()
-    if by_hand is None:
+    if not _by_hand:
         return _first_choice(device, dtype)
+    by_hand = _by_hand[-1]
     if by_hand not in _loaded:  # from MEMKERN_BACKEND
         require(by_hand)
     reason = _mismatch(by_hand, device, dtype)
@@ -120,7 +120,7 @@ def _first_choice(device: str, dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Run every memkern op inside the block on one backend.
+    """Run every memkern op of this process on one backend while the block lasts.
 
     Args:
         name: ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
@@ -131,11 +131,11 @@ def backend(name: str) -> Iterator[None]:
             raises at the call that meets it.
     """
     require(name)
-    token = _by_hand.set(name)
+    _by_hand.append(name)
     try:
         yield
     finally:
-        _by_hand.reset(token)
+        _by_hand.pop()
 
 
 def require(name: str) -> None:
@@ -151,11 +151,10 @@ def explain(x: Tensor | torch.device | str) -> dict[str, str]:
         device, dtype = torch.device(x).type, torch.float32
     else:
         device, dtype = x.device.type, x.dtype
-    by_hand = _by_hand.get()
-    chosen = by_hand or _first_choice(device, dtype)
+    chosen = _by_hand[-1] if _by_hand else _first_choice(device, dtype)
     answer = {}
     for name in names():
-        runs = "runs" if by_hand is None else "runs: chosen by hand"
+        runs = "runs: chosen by hand" if _by_hand else "runs"
         could = runs if name == chosen else "could run, is not the first choice"
         answer[name] = unavailable(name) or _mismatch(name, device, dtype) or could
     return answer

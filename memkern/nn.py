@@ -77,7 +77,7 @@ class AddLayerNorm(LayerNorm):
     Called with ``(input, residual)``, it returns ``(y, summed)``. Arguments and state_dict are those of LayerNorm.
     """
 
-    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return functional.add_layer_norm(input, residual, **self._arguments())
 
 
@@ -134,5 +134,5 @@ class AddRMSNorm(RMSNorm):
     Called with ``(input, residual)``, it returns ``(y, summed)``. Arguments and state_dict are those of RMSNorm.
     """
 
-    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return functional.add_rms_norm(input, residual, **self._arguments())

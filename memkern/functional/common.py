@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +24,7 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: got {value!r}, needs {' or '.join(map(repr, allowed))}")
 
 
-def batched_together(tensors: tuple[Any, ...], in_dims: tuple[int | None, ...], size: int) -> tuple[Any, ...]:
+def batched_together(tensors: Sequence[Any], in_dims: tuple[int | None, ...], size: int) -> tuple[Any, ...]:
     """Under vmap, the same tensors with the mapped dimension first in every one of them; None stays None."""
     return tuple(
         None if tensor is None else tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

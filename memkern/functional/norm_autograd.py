@@ -204,7 +204,7 @@ def _forward_derivative(f: Callable[..., Any], primals: tuple[Any, ...], tangent
     along = [torch.zeros_like(p) if t is None else t for p, t in zip(primals, tangents, strict=True) if p is not None]
     with torch.enable_grad():
         zeros = tuple(torch.zeros_like(output) for output in g(*given))
-        _, push = torch.func.vjp(lambda *u: torch.func.vjp(g, *given)[1](u), *zeros)
+        push = torch.func.vjp(lambda *u: torch.func.vjp(g, *given)[1](u), *zeros)[1]
         return push(tuple(along))
 
 
