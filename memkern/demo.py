@@ -35,8 +35,7 @@ class Parts:
     """Everything that differs between the two trainings."""
 
     name: str
-    gelu: Callable[..., nn.Module]
-    layer_norm: Callable[..., nn.Module]
+    layers: Callable[[nn.Module], object]  # what is done to the model's layers, in place
     attention: Callable[..., Tensor]
     cross_entropy: Callable[..., Tensor]
     optimizer: Callable[..., torch.optim.Optimizer]
@@ -44,13 +43,12 @@ class Parts:
 
 PYTORCH = Parts(
     name="PyTorch",
-    gelu=nn.GELU,
-    layer_norm=nn.LayerNorm,
+    layers=lambda model: None,
     attention=F.scaled_dot_product_attention,
     cross_entropy=F.cross_entropy,
     optimizer=torch.optim.AdamW,
 )
-MEMKERN = replace(PYTORCH, name="memkern", gelu=memkern.nn.GELU)
+MEMKERN = replace(PYTORCH, name="memkern", layers=memkern.patch)
 
 
 @dataclass(frozen=True)
@@ -76,13 +74,13 @@ class Block(nn.Module):
     def __init__(self, config: Config, parts: Parts) -> None:
         super().__init__()
         self.heads, self.attention = config.heads, parts.attention
-        self.attention_norm = parts.layer_norm(config.width)
+        self.attention_norm = nn.LayerNorm(config.width)
         self.queries_keys_values = nn.Linear(config.width, 3 * config.width)
         self.mix = nn.Linear(config.width, config.width)
         self.mlp = nn.Sequential(
-            parts.layer_norm(config.width),
+            nn.LayerNorm(config.width),
             nn.Linear(config.width, 4 * config.width),
-            parts.gelu(approximate="tanh"),
+            nn.GELU(approximate="tanh"),
             nn.Linear(4 * config.width, config.width),
         )
 
@@ -103,7 +101,7 @@ class GPT(nn.Module):
         self.bytes = nn.Embedding(BYTE_VALUES, config.width)
         self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.Sequential(*(Block(config, parts) for _ in range(config.layers)))
-        self.norm = parts.layer_norm(config.width)
+        self.norm = nn.LayerNorm(config.width)
         self.logits = nn.Linear(config.width, BYTE_VALUES, bias=False)
         for parameter in self.parameters():
             if parameter.dim() == 2:
@@ -121,6 +119,7 @@ class Training:
         torch.manual_seed(seed)
         self.parts, self.device, self.dtype = parts, device, dtype
         self.model = GPT(config, parts).to(device)
+        parts.layers(self.model)
         self.optimizer = parts.optimizer(self.model.parameters(), lr=config.learning_rate)
         self.scaler = torch.amp.GradScaler(device.type)
         self.losses: list[float] = []

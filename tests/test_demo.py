@@ -166,8 +166,9 @@ def test_seed_makes_the_weights():
 
 def test_only_the_parts_differ():
     ours, theirs = tiny_training(demo.MEMKERN), tiny_training(demo.PYTORCH)
-    assert sum(isinstance(m, memkern.nn.GELU) for m in ours.model.modules()) == TINY.layers
-    assert sum(isinstance(m, memkern.nn.GELU) for m in theirs.model.modules()) == 0
+    for layer, count in ((memkern.nn.GELU, TINY.layers), (memkern.nn.LayerNorm, 2 * TINY.layers + 1)):
+        assert sum(isinstance(m, layer) for m in ours.model.modules()) == count
+        assert sum(isinstance(m, layer) for m in theirs.model.modules()) == 0
     assert repr(ours.model) == repr(theirs.model)
 
 
