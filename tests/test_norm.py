@@ -176,7 +176,7 @@ def test_from_y(backend, device, kind) -> None:
         weight, bias = (0.5 + random(2, width).abs()).to(device, dtype)
         bias = bias if kind == "layer_norm" else None
         rstd = 0.5 + random(5, seed=1).abs().to(device, torch.float64 if dtype == torch.float64 else torch.float32)
-        statistics = (rstd.new_empty(0), rstd) if kind == "layer_norm" else (rstd,)
+        statistics = (torch.full_like(rstd, torch.nan), rstd) if kind == "layer_norm" else (rstd,)
         dx, dweight, dbias = backward(backend, kind, dy, y, statistics, weight, bias, from_y=True)
         x_hat = (wide(y) - (0 if bias is None else wide(bias))) / wide(weight)
         g = wide(dy) * wide(weight)
@@ -227,7 +227,7 @@ def test_constant_rows(backend, device) -> None:
         x = torch.tensor([[0.1], [3.3e4], [-1e-3]], device=device).expand(3, width)
         bias = torch.full((width,), 0.25, device=device)
         y = forward(backend, "layer_norm", x, None, None, bias)[0]
-        assert (y - bias).abs().max() <= (1e-2 if backend == "triton" else 1e-4)
+        assert (y - bias).abs().max() <= 1e-4
     eight = torch.full((2, 8), 3.0, device=device)
     assert forward(backend, "layer_norm", eight, eps=0.0)[0].isnan().all()
     assert torch.equal(forward(backend, "rms_norm", eight, eps=0.0)[0], torch.ones_like(eight))
