@@ -121,8 +121,7 @@ def _statistics(mean_ptr, rstd_ptr, row, inside, CENTRED: tl.constexpr):
 @triton.jit
 def _x_hat(x_ptr, at, inside, mean, rstd, weight, bias, FROM_Y: tl.constexpr):
     x = widened(tl.load(x_ptr + at, mask=inside, other=0.0))
-    x_hat = (x - bias) / weight if FROM_Y else (x - mean) * rstd
-    return tl.where(inside, x_hat, 0.0)
+    return (x - bias) / weight if FROM_Y else (x - mean) * rstd
 
 
 # With wdy = weight dy, the gradient of y = x_hat weight + bias, x_hat = (x - mean(x)) rstd, is
