@@ -35,7 +35,7 @@ class Parts:
     """Everything that differs between the two trainings."""
 
     name: str
-    layers: Callable[[nn.Module], object]  # what is done to the model's layers, in place
+    fuse: Callable[[nn.Module], object]  # what is done to the model, which is made of PyTorch's layers
     attention: Callable[..., Tensor]
     cross_entropy: Callable[..., Tensor]
     optimizer: Callable[..., torch.optim.Optimizer]
@@ -43,12 +43,12 @@ class Parts:
 
 PYTORCH = Parts(
     name="PyTorch",
-    layers=lambda model: None,
+    fuse=lambda model: None,
     attention=F.scaled_dot_product_attention,
     cross_entropy=F.cross_entropy,
     optimizer=torch.optim.AdamW,
 )
-MEMKERN = replace(PYTORCH, name="memkern", layers=memkern.patch)
+MEMKERN = replace(PYTORCH, name="memkern", fuse=memkern.patch)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Training:
         torch.manual_seed(seed)
         self.parts, self.device, self.dtype = parts, device, dtype
         self.model = GPT(config, parts).to(device)
-        parts.layers(self.model)
+        parts.fuse(self.model)
         self.optimizer = parts.optimizer(self.model.parameters(), lr=config.learning_rate)
         self.scaler = torch.amp.GradScaler(device.type)
         self.losses: list[float] = []
