@@ -160,7 +160,7 @@ def _backward_kernel(
         row = first + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row[:, None] * columns + column[None, :]
-        mean, rstd = _statistics(mean_ptr, rstd_ptr, row, row < rows, CENTRED)
+        mean, rstd = _statistics(mean_ptr, rstd_ptr, row, row < rows, CENTRED and not FROM_Y)  # with y, there may be none
         x_hat = _x_hat(x_ptr, at, inside, mean[:, None], rstd[:, None], weight, bias, FROM_Y)
         dy = widened(tl.load(dy_ptr + at, mask=inside, other=0.0))
         if dx_ptr is not None:
@@ -186,7 +186,7 @@ def _long_dx_kernel(
 ):  # fmt: skip
     """A program a row, which it reads twice."""
     row = tl.program_id(0).to(tl.int64)
-    mean, rstd = _statistics(mean_ptr, rstd_ptr, row, True, CENTRED)
+    mean, rstd = _statistics(mean_ptr, rstd_ptr, row, True, CENTRED and not FROM_Y)
     sum_wdy = tl.zeros((BLOCK,), tl.float32)
     sum_wdy_x_hat = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
