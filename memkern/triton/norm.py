@@ -160,7 +160,8 @@ def _backward_kernel(
         row = first + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row[:, None] * columns + column[None, :]
-        mean, rstd = _statistics(mean_ptr, rstd_ptr, row, row < rows, CENTRED and not FROM_Y)  # with y, there may be none
+        # With y there may be no mean.
+        mean, rstd = _statistics(mean_ptr, rstd_ptr, row, row < rows, CENTRED and not FROM_Y)
         x_hat = _x_hat(x_ptr, at, inside, mean[:, None], rstd[:, None], weight, bias, FROM_Y)
         dy = widened(tl.load(dy_ptr + at, mask=inside, other=0.0))
         if dx_ptr is not None:
