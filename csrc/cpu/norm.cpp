@@ -182,10 +182,14 @@ MEMKERN_CLONES void backward_rows(const Backward<T>& a, int64_t begin, int64_t e
       offset = 0;
       factor = 1;
     }
+    const T *next_x = a.x + (row + 2) * n, *next_dy = a.dy + (row + 2) * n;
     Sum<A> of_g, of_g_x_hat;
     for_lanes<A>(n, [&](int64_t i, auto x_hat, int strand) {
       auto grad = x_hat, g = x_hat, sum = x_hat;
       load(x + i, &x_hat);
+      // The row after the next: memory takes that long to deliver it.
+      __builtin_prefetch(next_x + i);
+      __builtin_prefetch(next_dy + i);
       x_hat = (x_hat - offset) * factor;
       load(dy + i, &grad);
       load(a.scale + i, &g);
@@ -224,9 +228,7 @@ constexpr int64_t kStrand = 32;  // rows
 
 // Adds sums to what is at `to`, and sets them back to zero.
 template <class A>
-MEMKERN_CLONES void move_sums(std::vector<A>& sums, A* to) {
-  const int64_t n = sums.size();
-  A* from = sums.data();
+MEMKERN_CLONES void move_sums(A* from, A* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     to[i] += from[i];
     from[i] = 0;
@@ -297,15 +299,19 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const MaybeTenso
     // Sums of kStrand rows, of blocks, of all: the rounding error stays that of short sums.
     std::vector<A> dweights(need_dweight ? blocks * columns : 0), dbiases(need_dbias ? blocks * columns : 0);
     torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-      std::vector<A> dweight_strand(need_dweight ? columns : 0), dbias_strand(need_dbias ? columns : 0);
+      // Half a page apart: a store at a load's place in another page would hold that load up.
+      constexpr int64_t page = 4096 / sizeof(A);
+      const int64_t apart = columns + (page + page / 2 - columns % page) % page;
+      std::vector<A> strand(apart + columns);
+      A *dweight_strand = need_dweight ? strand.data() : nullptr, *dbias_strand = need_dbias ? &strand[apart] : nullptr;
       Backward<T> a{const_data<T>(dy), const_data<T>(dsummed), const_data<T>(x), scale.data(), shift.data(),
                     const_data<A>(mean), const_data<A>(rstd), mutable_data<T>(dx),
-                    need_dweight ? dweight_strand.data() : nullptr, need_dbias ? dbias_strand.data() : nullptr,
-                    columns, centre, from_y};
+                    dweight_strand, dbias_strand, columns, centre, from_y};
       for (int64_t first = begin * in_block; first < std::min(rows, end * in_block); first += kStrand) {
         backward_rows<T>(a, first, std::min(rows, first + kStrand));
-        move_sums(dweight_strand, dweights.data() + first / in_block * columns);
-        move_sums(dbias_strand, dbiases.data() + first / in_block * columns);
+        const int64_t block = first / in_block * columns;
+        if (dweight_strand) move_sums(dweight_strand, &dweights[block], columns);
+        if (dbias_strand) move_sums(dbias_strand, &dbiases[block], columns);
       }
     });
     const auto finish = [&](const std::vector<A>& partials, Tensor& to) {
