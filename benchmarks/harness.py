@@ -102,6 +102,7 @@ class Family:
         fused: case -> memkern's function; timed on each backend.
         peers: other packages, by name: case -> their function (imported there; a missing one is reported).
         call: ``(case, function, inputs)`` -> the call to time.
+        compiles: whether ``torch.compile`` takes the baseline.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Family:
     fused: Callable[[Case], Function]
     peers: Mapping[str, Callable[[Case], Function]] = field(default_factory=dict)
     call: Callable[[Case, Function, tuple[Tensor, ...]], Callable[[], Any]] = layer_call
+    compiles: bool = True
 
 
 Ring = list[tuple[Tensor, ...]]  # copies of a case's inputs
@@ -162,7 +164,7 @@ def variants(family: Family, device: torch.device, quick: bool) -> list[Variant]
     if quick and len(backends) > 1:
         backends.remove("reference")
     found = [Variant(COPY, copies), Variant(EAGER, partial(calls, family.baseline))]
-    if not quick:
+    if family.compiles and not quick:
         found.append(Variant("torch.compile", partial(calls, lambda case: compiled(family.baseline(case)))))
     found += [
         Variant(f"memkern {name}", partial(calls, family.fused), partial(memkern.backend, name)) for name in backends

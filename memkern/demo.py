@@ -39,6 +39,7 @@ class Parts:
     attention: Callable[..., Tensor]
     cross_entropy: Callable[..., Tensor]
     optimizer: Callable[..., torch.optim.Optimizer]
+    scaler: Callable[[str], torch.amp.GradScaler]
 
 
 PYTORCH = Parts(
@@ -47,8 +48,15 @@ PYTORCH = Parts(
     attention=F.scaled_dot_product_attention,
     cross_entropy=F.cross_entropy,
     optimizer=torch.optim.AdamW,
+    scaler=torch.amp.GradScaler,
 )
-MEMKERN = replace(PYTORCH, name="memkern", fuse=memkern.patch)
+MEMKERN = replace(
+    PYTORCH,
+    name="memkern",
+    fuse=memkern.patch,
+    optimizer=memkern.optim.AdamW,
+    scaler=memkern.amp.GradScaler,
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ class Training:
         self.model = GPT(config, parts).to(device)
         parts.fuse(self.model)
         self.optimizer = parts.optimizer(self.model.parameters(), lr=config.learning_rate)
-        self.scaler = torch.amp.GradScaler(device.type)
+        self.scaler = parts.scaler(device.type)
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.skipped = 0

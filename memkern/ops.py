@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# What every optimizer step takes. lr_tensor, where given, is read instead of lr; a gradient is divided by
+# grad_scale and multiplied by clip; nothing is written where found_inf is not 0. Each of them has one element.
+_ON_DEVICE = "Tensor? lr_tensor, Tensor? grad_scale, Tensor? clip, Tensor? found_inf, float lr"
+
 SCHEMAS = {
     "gelu_forward": "(Tensor x, str approximate) -> Tensor",
     "gelu_backward": "(Tensor dy, Tensor x, str approximate) -> Tensor",
@@ -40,6 +44,24 @@ SCHEMAS = {
         "(Tensor dy, Tensor? dsummed, Tensor x, Tensor? weight, Tensor rstd, SymInt columns, bool zero_centred,"
         " bool from_y, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)"
     ),
+    # -> fp32 (3,): 1 where a gradient / grad_scale is not finite, else 0; the norm of all of them; the
+    # factor that brings it down to max_norm, at most 1
+    "check_and_norm": "(Tensor[] grads, Tensor? grad_scale, float max_norm) -> Tensor",
+    # adds 1 to every step where found_inf is 0 or not given, else 1 to skipped
+    "advance": "(Tensor(a!)[] steps, Tensor(b!)? skipped, Tensor? found_inf) -> ()",
+    # The lists are of one length; max_exp_avg_sqs and masters may be empty. A master is the fp32 parameter
+    # that params then holds a rounded copy of. steps are those of advance, already advanced.
+    "adamw_step": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+    f"Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] masters, Tensor[] steps, {_ON_DEVICE}, float beta1, float beta2, "
+    "float eps, float weight_decay, bool decoupled, bool maximize, bool write_grads) -> ()",
+    "sgd_step": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, Tensor(d!)[] masters, "
+    f"Tensor[] steps, {_ON_DEVICE}, float momentum, float dampening, float weight_decay, bool nesterov, "
+    "bool maximize, bool write_grads) -> ()",
+    "lamb_step": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+    f"Tensor(e!)[] masters, Tensor[] steps, {_ON_DEVICE}, float beta1, float beta2, float eps, "
+    "float weight_decay, bool maximize, bool write_grads) -> ()",
+    "lion_step": "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] masters, "
+    f"{_ON_DEVICE}, float beta1, float beta2, float weight_decay, bool maximize, bool write_grads) -> ()",
 }
 
 
@@ -85,6 +107,14 @@ def _rms_norm_backward(dy, dsummed, x, weight, rstd, columns, zero_centred, from
     return _if_needed(need_dx, x, x), _if_needed(need_dweight, weight, x)
 
 
+def _check_and_norm(grads: list[Tensor], grad_scale: Tensor | None, max_norm: float) -> Tensor:
+    return grads[0].new_empty(3, dtype=torch.float32)
+
+
+def _nothing(*arguments: Any) -> None:
+    pass
+
+
 FAKES: dict[str, Callable[..., Any]] = {
     "gelu_forward": _like_x,
     "gelu_backward": _like_x_backward,
@@ -92,6 +122,12 @@ FAKES: dict[str, Callable[..., Any]] = {
     "layer_norm_backward": _layer_norm_backward,
     "rms_norm_forward": _rms_norm_forward,
     "rms_norm_backward": _rms_norm_backward,
+    "check_and_norm": _check_and_norm,
+    "advance": _nothing,
+    "adamw_step": _nothing,
+    "sgd_step": _nothing,
+    "lamb_step": _nothing,
+    "lion_step": _nothing,
 }
 
 

@@ -6,13 +6,14 @@ and no methods on scalar arguments, take sizes at run time, and round to bf16 by
 
 from __future__ import annotations
 
+import torch
 from torch.library import triton_op
 
 from memkern import ops
 from memkern.backends import interpreting
-from memkern.triton import gelu, norm
+from memkern.triton import gelu, norm, optim
 
-FAMILIES = (gelu, norm)
+FAMILIES = (gelu, norm, optim)
 
 
 def register() -> None:
@@ -22,4 +23,11 @@ def register() -> None:
             if interpreting():  # kernels PyTorch cannot trace into
                 ops.define("triton").impl(name, function, "CompositeExplicitAutograd")
             else:
-                triton_op(f"memkern_triton::{name}", function, mutates_args=(), schema=ops.SCHEMAS[name])
+                schema = ops.SCHEMAS[name]
+                triton_op(f"memkern_triton::{name}", function, mutates_args=_mutated(schema), schema=schema)
+
+
+def _mutated(schema: str) -> list[str]:
+    """The names of the arguments that an op writes to."""
+    arguments = torch._C.parse_schema(f"op{schema}").arguments
+    return [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]

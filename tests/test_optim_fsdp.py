@@ -1,0 +1,134 @@
+"""Two processes that share the parameters (FSDP2, gloo): one norm, and one rank's overflow skips on both."""
+
+from __future__ import annotations
+
+import copy
+import math
+import socket
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import memkern
+from memkern.optim import LAMB, SGD, AdamW
+
+RANKS = 2
+OPTIMIZERS = {
+    "AdamW": lambda params, **more: AdamW(params, lr=0.1, **more),
+    "SGD": lambda params, **more: SGD(params, lr=0.1, momentum=0.9, **more),
+}
+
+
+def model() -> nn.Module:
+    """Uneven shards: 3 rows over two ranks, and 1 row, of which the second rank has nothing."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+
+
+def backward(network: nn.Module, step: int, scale: float) -> None:
+    (network(batch(step)).square().mean() * scale).backward()
+
+
+def check_trajectory(rank: int, name: str, scaler_type: type) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    whole, sharded = model(), model()
+    fully_shard(sharded)
+    plain = OPTIMIZERS[name](whole.parameters(), max_grad_norm=0.05)
+    split = OPTIMIZERS[name](sharded.parameters(), max_grad_norm=0.05)
+    scaler = scaler_type("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    for step in range(8):
+        backward(sharded, step, scaler.get_scale())
+        overflow = step in (0, 3)
+        before = [p.to_local().clone() for p in sharded.parameters()]
+        states = copy.deepcopy(
+            [s.to_local() for state in split.state.values() for key, s in state.items() if key != "step"]
+        )
+        if overflow and rank == 0:
+            next(sharded.parameters()).grad.to_local().view(-1)[1] = math.inf
+        scaler.step(split)
+        scale = scaler.get_scale()
+        scaler.update()
+        if overflow:
+            assert all(torch.equal(p.to_local(), was) for p, was in zip(sharded.parameters(), before, strict=True))
+            after = [s.to_local() for state in split.state.values() for key, s in state.items() if key != "step"]
+            assert all(torch.equal(a, b) for a, b in zip(after, states, strict=bool(states)))
+            assert scaler.get_scale() == scale / 2
+        else:
+            backward(whole, step, 1.0)
+            plain.step()
+            plain.zero_grad()
+            torch.testing.assert_close(split.grad_norm, plain.grad_norm)
+            for p, q in zip(sharded.parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(p.full_tensor(), q)
+        split.zero_grad()
+    assert int(split.skipped_steps) == 2
+    assert scaler.get_scale() == 1.0
+
+
+def check_resume(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    networks = [model() for _ in range(2)]
+    for network in networks:
+        fully_shard(network)
+    first, second = (AdamW(network.parameters(), lr=0.1) for network in networks)
+    for step in range(2):
+        backward(networks[0], step, 1.0)
+        first.step()
+        first.zero_grad()
+    networks[1].load_state_dict(networks[0].state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for network, optimizer in zip(networks, (first, second), strict=True):
+        backward(network, 2, 1.0)
+        optimizer.step()
+    for p, q in zip(*(network.parameters() for network in networks), strict=True):
+        assert torch.equal(p.to_local(), q.to_local())
+        assert isinstance(second.state[q]["exp_avg"], DTensor)
+    with pytest.raises(TypeError, match="params: got a DTensor, needs plain tensors"):
+        LAMB(networks[0].parameters())
+
+
+CHECKS = {
+    f"{name} under {scaler.__module__.split('.')[0]}": (check_trajectory, name, scaler)
+    for name in OPTIMIZERS
+    for scaler in (memkern.amp.GradScaler, torch.amp.GradScaler)
+} | {"resume": (check_resume,)}
+
+
+def process(rank: int, port: int, failures) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    for name, (check, *arguments) in CHECKS.items():
+        try:
+            check(rank, *arguments)
+        except Exception:
+            failures.put((name, rank, traceback.format_exc()))
+            break  # the ranks are no longer in step
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="torch.distributed has no gloo here"
+)
+def test_two_processes() -> None:
+    context = mp.get_context("spawn")
+    failures = context.SimpleQueue()
+    mp.spawn(process, (free_port(), failures), nprocs=RANKS)
+    assert failures.empty(), "\n".join(map(str, failures.get()))

@@ -1,0 +1,226 @@
+"""Checkpoints: to and from torch's optimizers, dtypes kept, and a resumed run that is the uninterrupted one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+import memkern
+from memkern.optim import SGD, Adam, AdamW
+from tests.optim_tools import OPTIMIZERS, parameter, same_bits, set_grad, snapshot
+from tests.test_optim_torch import PAIRS
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def make(request: pytest.FixtureRequest):
+    return OPTIMIZERS[request.param]
+
+
+@pytest.fixture(params=PAIRS)
+def pair(request: pytest.FixtureRequest):
+    return PAIRS[request.param]
+
+
+def through_a_file(state: dict, **keywords) -> dict:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True, **keywords)
+
+
+def gradients(device: str, steps: range) -> list[Tensor]:
+    return [torch.randn(7, generator=torch.Generator().manual_seed(i)).to(device) for i in steps]
+
+
+def train(p: Tensor, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for grad in gradients(str(p.device), steps):
+        p.grad = grad.to(p.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("direction", ("torch to memkern", "memkern to torch", "there and back"))
+def test_checkpoints_go_both_ways(backend, device, pair, direction) -> None:
+    ours, theirs = pair
+    chain = {
+        "torch to memkern": (theirs, ours),
+        "memkern to torch": (ours, theirs),
+        "there and back": (ours, theirs, ours),
+    }
+    p, uninterrupted = parameter(device, n=7), parameter(device, n=7)
+    state = None
+    for i, kind in enumerate(chain[direction]):
+        optimizer = kind([p])
+        if state is not None:
+            optimizer.load_state_dict(through_a_file(state))
+        train(p, optimizer, range(3 * i, 3 * i + 3))
+        state = optimizer.state_dict()
+    reference = theirs([uninterrupted])
+    train(uninterrupted, reference, range(3 * len(chain[direction])))
+    torch.testing.assert_close(p, uninterrupted, rtol=1e-5, atol=1e-6)
+    for key, value in reference.state_dict()["state"].get(0, {}).items():
+        if value is not None:
+            torch.testing.assert_close(state["state"][0][key].to(device), value.to(device), rtol=1e-5, atol=1e-7)
+    ours_only = {"step"} if ours([p]).__class__ is SGD else set()
+    assert set(state["state"].get(0, {})) - ours_only == set(reference.state_dict()["state"].get(0, {})) - ours_only
+    assert list(state["param_groups"][0]) == list(reference.state_dict()["param_groups"][0])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("masters", (None, torch.float32))
+def test_resume_is_bit_identical(backend, device, make, dtype, masters) -> None:
+    """Also with a scaler that overflowed on the way, and gradients on which the rest depends."""
+
+    def run(steps: range, p: Tensor, optimizer, scaler) -> None:
+        scaler.scale(torch.ones((), device=device))
+        for i, grad in zip(steps, gradients(device, steps), strict=True):
+            p.grad = (grad * scaler.get_scale()).to(dtype)
+            if i in (1, 4):
+                p.grad[2] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+
+    def start(value: Tensor | None = None):
+        p = torch.nn.Parameter((torch.linspace(-1, 1, 7) if value is None else value).to(device, dtype))
+        scaler = memkern.amp.GradScaler(device, init_scale=64.0, growth_interval=2)
+        return p, make([p], max_grad_norm=1.0, master_weights=masters), scaler
+
+    whole = start()
+    run(range(8), *whole)
+    first = start()
+    run(range(3), *first)
+    saved = through_a_file(
+        {"p": first[0].detach(), "optimizer": first[1].state_dict(), "scaler": first[2].state_dict()}
+    )
+    resumed = start(saved["p"])
+    resumed[1].load_state_dict(saved["optimizer"])
+    resumed[2].load_state_dict(saved["scaler"])
+    run(range(3, 8), *resumed)
+    assert same_bits(snapshot(resumed[1]), snapshot(whole[1]))
+    assert resumed[2].state_dict() == whole[2].state_dict()
+    assert all(state.get("master", whole[0]).dtype in (torch.float32, dtype) for state in resumed[1].state.values())
+
+
+def test_states_keep_their_dtype(backend, device) -> None:
+    """T12, T13: bf16 states of fp32 parameters are loaded as they are, and used; fp32 states of bf16 ones too."""
+    for own, kept in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.float32)):
+        p = parameter(device, n=7, dtype=own)
+        optimizer = AdamW([p], lr=0.1)
+        train(p, optimizer, range(2))
+        for key in ("exp_avg", "exp_avg_sq"):
+            optimizer.state[p][key] = optimizer.state[p][key].to(kept)
+        fresh = AdamW([p], lr=0.1)
+        fresh.load_state_dict(through_a_file(optimizer.state_dict()))
+        before = {key: value.clone() for key, value in fresh.state[p].items()}
+        train(p, fresh, range(2, 3))
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert fresh.state[p][key].dtype == kept == before[key].dtype
+            assert not torch.equal(fresh.state[p][key], before[key])
+
+
+def test_map_location_and_old_checkpoints(backend, device) -> None:
+    """Steps saved on the CPU, as a number, or as fp64, and groups without the newer keys."""
+    p = parameter(device, n=7)
+    optimizer = AdamW([p])
+    train(p, optimizer, range(2))
+    for step in (torch.tensor(2.0), 2, 2.0, torch.tensor([2.0], dtype=torch.float64)):
+        saved = through_a_file(optimizer.state_dict(), map_location="cpu")
+        saved["state"][0]["step"] = step
+        for key in ("foreach", "fused", "maximize", "amsgrad", "decoupled_weight_decay", "capturable"):
+            del saved["param_groups"][0][key]
+        q = torch.nn.Parameter(p.detach().clone())
+        loaded, uninterrupted = AdamW([q]), copy.deepcopy(optimizer)
+        loaded.load_state_dict(saved)
+        assert all(value.device == q.device for value in loaded.state[q].values())
+        assert loaded.state[q]["step"].dtype == torch.float32 and loaded.state[q]["step"].shape == ()
+        train(q, loaded, range(2, 3))
+        (twin,) = uninterrupted.param_groups[0]["params"]
+        train(twin, uninterrupted, range(2, 3))
+        assert torch.equal(q, twin)
+
+
+def test_adamw_stays_decoupled(backend, device) -> None:
+    """Whatever checkpoint its groups came from; Adam takes what the checkpoint says. As in torch."""
+    p = parameter(device)
+    for source, target, decoupled in ((Adam, AdamW, True), (AdamW, Adam, True), (Adam, Adam, False)):
+        optimizer = target([p])
+        optimizer.load_state_dict(source([p]).state_dict())
+        assert optimizer.param_groups[0]["decoupled_weight_decay"] == decoupled
+
+
+def test_loaded_states_lie_in_memory_as_the_parameter_does(backend, device) -> None:
+    value = torch.randn(2, 3, 4, 5, device=device)
+    a = torch.nn.Parameter(value.clone())
+    b = torch.nn.Parameter(value.clone().to(memory_format=torch.channels_last))
+    first, second = AdamW([a], lr=0.1), AdamW([b], lr=0.1)
+    for p, optimizer in ((a, first), (b, second)):
+        p.grad = value.cos()
+        optimizer.step()
+    second.load_state_dict(first.state_dict())
+    assert second.state[b]["exp_avg"].stride() == b.stride()
+    first.step()
+    second.step()
+    assert torch.equal(a, b)
+
+
+def test_loading_copies(backend, device) -> None:
+    """Two optimizers that exchanged a state_dict() do not share states."""
+    a, b = parameter(device, n=7), parameter(device, n=7)
+    first, second = AdamW([a]), AdamW([b])
+    train(a, first, range(2))
+    second.load_state_dict(first.state_dict())
+    before = snapshot(first)
+    train(b, second, range(2))
+    assert same_bits(before, snapshot(first))
+
+
+def test_hooks_see_and_change_what_is_loaded(backend, device) -> None:
+    a, b = parameter(device, n=7), parameter(device, n=7)
+    first, second = AdamW([a]), AdamW([b])
+    train(a, first, range(2))
+
+    def without_state(optimizer, state_dict):
+        return {**state_dict, "state": {}}
+
+    seen = []
+    second.register_load_state_dict_post_hook(lambda optimizer: seen.append(len(optimizer.state)))
+    second.load_state_dict(first.state_dict())
+    second.register_load_state_dict_pre_hook(without_state)
+    second.load_state_dict(first.state_dict())
+    assert seen == [1, 0]
+
+
+def test_copies_and_pickles(backend, device, make) -> None:
+    p = parameter(device, n=7)
+    optimizer = make([p], max_grad_norm=0.5, master_weights=torch.float32, write_unscaled_grads=True)
+    train(p, optimizer, range(2))
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert (twin.max_grad_norm, twin.master_weights, twin.write_unscaled_grads) == (0.5, torch.float32, True)
+        assert torch.equal(twin.grad_norm, optimizer.grad_norm) and int(twin.skipped_steps) == 0
+        q = twin.param_groups[0]["params"][0]
+        train(q, twin, range(2, 3))
+        r = copy.deepcopy(optimizer)
+        train(r.param_groups[0]["params"][0], r, range(2, 3))
+        assert same_bits(snapshot(twin), snapshot(r))
+
+
+@pytest.mark.parametrize("names", (False, True))
+def test_a_state_of_the_wrong_shape(backend, device, names) -> None:
+    a, b = parameter(device, n=7), parameter(device, n=3)
+    first = AdamW([a])
+    train(a, first, range(1))
+    second = AdamW([("weight", b)] if names else [b])
+    set_grad(b, 1.0)
+    second.step()
+    before = snapshot(second)
+    name = "parameter 'weight'" if names else "parameter 0 of group 0"
+    with pytest.raises(ValueError, match=rf"state 'exp_avg' of {name}: got shape \(7,\), needs \(3,\)"):
+        second.load_state_dict(first.state_dict())
+    assert same_bits(before, snapshot(second))
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        AdamW([{"params": [a]}, {"params": [b]}]).load_state_dict(first.state_dict())
