@@ -45,7 +45,7 @@ BUG_INPUTS = {
     "mean far from 0 (pytorch#51102)": (torch.randn(5, 4) + 2000, (4,)),
     "little spread (pytorch#40307)": (torch.randn(5, 4) * 0.01 + 100, (4,)),
     "widths that are no power of two (Liger#518)": (torch.randn(1, 1, 1023), (1023,)),
-    "wider than a block (flash-attention#120)": (torch.randn(3, 12288), (12288,)),
+    "wider than a block (flash-attention#120)": (torch.randn(3, 12289), (12289,)),
     "each row at its own level (quack 9310d47)": (torch.randn(3, 769) + 1000 + 100 * torch.arange(3)[:, None], (769,)),
     "more than two dimensions (FlagGems#5392)": (torch.randn(2, 3, 4), (4,)),
     "two normalized dimensions (pytorch#193016)": (torch.randn(40, 8, 16), (8, 16)),
@@ -161,6 +161,16 @@ def test_a_row_does_not_depend_on_those_beside_it(backend, device, kind) -> None
     (whole,) = call(kind, x, None, None, None, (129,))
     for i in (0, 1, 69):
         assert torch.equal(call(kind, x[i : i + 1], None, None, None, (129,))[0], whole[i : i + 1])
+
+
+@each_kind
+def test_the_rounded_sum_is_what_is_normalised(backend, device, kind) -> None:
+    for dtype in dtypes_of(backend):
+        x, residual = (1 + torch.randn(2, 5, 300)).to(device, dtype).unbind()
+        weight, bias = parameters((300,), dtype, device)
+        y, summed = call(kind, x, residual, weight, bias, (300,))
+        assert torch.equal(summed, x + residual)
+        assert torch.equal(y, call(kind, summed, None, weight, bias, (300,))[0])
 
 
 @each_kind

@@ -72,6 +72,10 @@ def test_memory_efficient_saves_y(backend, device, kind) -> None:
         assert y.data_ptr() in saved and x.data_ptr() not in saved
     _, saved = saved_tensors(lambda: call(kind, x, None, weight, bias, (8,)))
     assert x.data_ptr() in saved
+    layer = (memkern.nn.LayerNorm if kind == "layer_norm" else memkern.nn.RMSNorm)(8, device=device)
+    for layer.memory_efficient in (False, True):
+        _, saved = saved_tensors(lambda: (layer(x),))
+        assert (x.data_ptr() in saved) != layer.memory_efficient
 
 
 @each_kind

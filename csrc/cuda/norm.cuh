@@ -134,8 +134,9 @@ struct BlockParameters {
   template <int V>
   __device__ __forceinline__ void fill(bool with_shift) const {
     if (!shared) return;
-    for (int c = threadIdx.x * V; c < columns; c += blockDim.x * V) {
-      A value[V];
+    constexpr int N = kAccess<A, V>;
+    for (int c = threadIdx.x * N; c < columns; c += blockDim.x * N) {
+      A value[N];
       parameters.scale(c, 0, value);
       store_values(shared + c, value);
       if (!with_shift) continue;

@@ -26,7 +26,7 @@ struct Backward {
   acc_t<T> *dweight, *dbias;    // partials, (partials, columns)
   int64_t rows, columns, rows_in_partial;
   bool centre, from_y;
-  bool shared_parameters;
+  bool shared_parameters;  // there is shared memory for the parameters, and for the sums afterwards
   int threads;             // a row
 
   __device__ __forceinline__ acc_t<T> mean_of(int64_t row) const {
@@ -170,9 +170,11 @@ __global__ void __launch_bounds__(P * V == 8 ? 256 : kBackwardThreads<T, V, Bias
       }
   }
 
-  // The groups add up their sums one after the other in shared memory; the last one has the partial.
+  // The groups add up their sums one after the other in shared memory, from where neighbouring threads write
+  // neighbouring columns. Without shared memory there is only one group.
   const auto combine = [&](A(&sums)[P][V], A* partials) {
     if (!partials) return;
+    partials += blockIdx.x * a.columns;
     for (int g = 0; g < groups; ++g) {
       __syncthreads();
       if (g != group) continue;
@@ -185,10 +187,13 @@ __global__ void __launch_bounds__(P * V == 8 ? 256 : kBackwardThreads<T, V, Bias
 #pragma unroll
             for (int i = 0; i < V; ++i) sums[p][i] += before[i];
           }
-          A* to = g < groups - 1 ? shared : partials + blockIdx.x * a.columns;
-          store_values(to + mine.first + mine.at(p), sums[p]);
+          store_values((a.shared_parameters ? shared : partials) + mine.first + mine.at(p), sums[p]);
         }
     }
+    if (!a.shared_parameters) return;
+    __syncthreads();
+    constexpr int N = kAccess<A, V>;
+    for (int c = threadIdx.x * N; c < a.columns; c += blockDim.x * N) store(partials + c, load<A, N>(shared + c));
   };
   combine(dweight, a.dweight);
   if (Bias) combine(dbias, a.dbias);

@@ -29,21 +29,31 @@ template <class A>
 struct Statistics {
   A mean = 0, correction = 0, rstd = 0;
 
-  // `each(f)` calls f for every element that the thread holds.
+  // `each(f)` calls f for the values of every pack that the thread holds. They are summed pack by pack: sums
+  // of sums round less, and wait less for one another.
   template <class T, class Each>
   __device__ __forceinline__ void compute(const Forward<T>& a, RowSum<A>& row_sum, Each each) {
     const A inverse_columns = A(1) / A(a.columns);
     if (a.centre) {
       A total[1] = {0};
-      each([&](A z) { total[0] += z; });
+      each([&](const auto& z) {
+        A sum = 0;
+        for (const A value : z) sum += value;
+        total[0] += sum;
+      });
       row_sum(total);
       mean = total[0] * inverse_columns;
     }
     A moments[2] = {0, 0};
-    each([&](A z) {
-      const A deviation = z - mean;
-      moments[0] += deviation;
-      moments[1] += deviation * deviation;
+    each([&](const auto& z) {
+      A sum = 0, squares = 0;
+      for (const A value : z) {
+        const A deviation = value - mean;
+        sum += deviation;
+        squares += deviation * deviation;
+      }
+      moments[0] += sum;
+      moments[1] += squares;
     });
     row_sum(moments);
     if (a.centre) correction = moments[0] * inverse_columns;
@@ -112,9 +122,7 @@ __global__ void __launch_bounds__(P * V == 8 ? kForwardBlock : kMaxRowThreads, P
     statistics.compute(a, row_sum, [&](auto f) {
 #pragma unroll
       for (int p = 0; p < P; ++p)
-        if (mine.at(p) < left)
-#pragma unroll
-          for (int i = 0; i < V; ++i) f(z[p][i]);
+        if (mine.at(p) < left) f(z[p]);
     });
     if (row < a.rows && thread == 0) statistics.save(a, row);
 #pragma unroll
@@ -150,8 +158,7 @@ __global__ void __launch_bounds__(kMaxRowThreads) forward_looped(const Forward<T
     for (int64_t c = threadIdx.x * V; c < a.columns; c += step) {
       A z[V];
       load_values(from + c, z);
-#pragma unroll
-      for (int i = 0; i < V; ++i) f(z[i]);
+      f(z);
     }
   });
   if (threadIdx.x == 0) statistics.save(a, row);

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,12 @@ def floating(name: str, value: object) -> Tensor:
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}: got {value!r}, needs {' or '.join(map(repr, allowed))}")
+
+
+def signature_read_once(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the forward of a Function: ``apply`` takes some 13 us to read its signature at every call."""
+    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    return forward
 
 
 def batched_together(tensors: Sequence[Any], in_dims: tuple[int | None, ...], size: int) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memkern import ops
-from memkern.functional.common import batched_together
+from memkern.functional.common import batched_together, signature_read_once
 from memkern.reference.common import wide
 from memkern.reference.norm import IMPLEMENTATIONS
 
@@ -106,6 +106,7 @@ class _Norm(Function):
     """(y, summed, mean, rstd). Saves x (summed where there is a residual; or y), the statistics and the parameters."""
 
     @staticmethod
+    @signature_read_once
     def forward(x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, plan: Plan) -> tuple[Tensor, ...]:
         return plan.forward(x, residual, weight, bias)
 
@@ -155,6 +156,7 @@ class _NormBackward(Function):
     """dx, dweight and dbias, from dy, dsummed, what was saved for backward, the plan and which of them are needed."""
 
     @staticmethod
+    @signature_read_once
     def forward(dy, dsummed, source, weight, bias, mean, rstd, plan, need_dx, need_dweight, need_dbias):
         needs = (need_dx, need_dweight, need_dbias)
         return plan.backward(dy, dsummed, source, weight, bias, mean, rstd, needs)

@@ -49,8 +49,8 @@ def _bias(bias_ptr, column, inside):
 
 
 @triton.jit
-def _store_outputs(x, mean, rstd, weight, bias, y_ptr, summed_ptr, at, inside):
-    y = (x - mean) * rstd * weight + bias
+def _store_outputs(x, mean, correction, rstd, weight, bias, y_ptr, summed_ptr, at, inside):
+    y = (x - mean - correction) * rstd * weight + bias
     tl.store(y_ptr + at, rounded(y, y_ptr.dtype.element_ty), mask=inside)
     if summed_ptr is not None:
         tl.store(summed_ptr + at, rounded(x, y_ptr.dtype.element_ty), mask=inside)
@@ -67,15 +67,18 @@ def _forward_kernel(
     at = row[:, None] * columns + column[None, :]
     x = _summed(x_ptr, residual_ptr, at, inside)
     mean = tl.zeros((ROWS,), tl.float32)
+    correction = tl.zeros((ROWS,), tl.float32)  # what rounding left wrong with the mean
     if CENTRED:
         mean = tl.sum(x, 1) / columns
-        tl.store(mean_ptr + row, mean, mask=row < rows)
-    centred = tl.where(inside, x - mean[:, None], 0.0)
+        correction = tl.sum(tl.where(inside, x - mean[:, None], 0.0), 1) / columns
+        tl.store(mean_ptr + row, mean + correction, mask=row < rows)
+    centred = tl.where(inside, x - mean[:, None] - correction[:, None], 0.0)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1) / columns + EPS)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     weight = _weight(weight_ptr, column, column < columns, ZERO_CENTRED)
     bias = _bias(bias_ptr, column, column < columns)
-    _store_outputs(x, mean[:, None], rstd[:, None], weight[None, :], bias[None, :], y_ptr, summed_ptr, at, inside)
+    mean, correction, rstd = mean[:, None], correction[:, None], rstd[:, None]
+    _store_outputs(x, mean, correction, rstd, weight[None, :], bias[None, :], y_ptr, summed_ptr, at, inside)
 
 
 @triton.jit
@@ -91,14 +94,20 @@ def _long_forward_kernel(
             column = start + tl.arange(0, BLOCK)
             total += _summed(x_ptr, residual_ptr, row * columns + column, column < columns)
         mean = tl.sum(total, 0) / columns
-        tl.store(mean_ptr + row, mean)
+    deviations = tl.zeros((BLOCK,), tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = _summed(x_ptr, residual_ptr, row * columns + column, column < columns)
         centred = tl.where(column < columns, x - mean, 0.0)
+        deviations += centred
         squares += centred * centred
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / columns + EPS)
+    correction = 0.0
+    if CENTRED:
+        correction = tl.sum(deviations, 0) / columns
+        tl.store(mean_ptr + row, mean + correction)
+    variance = tl.sum(squares, 0) / columns - correction * correction
+    rstd = 1.0 / tl.sqrt_rn(tl.where(variance < 0, 0.0, variance) + EPS)
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -106,7 +115,7 @@ def _long_forward_kernel(
         x = _summed(x_ptr, residual_ptr, row * columns + column, inside)
         weight = _weight(weight_ptr, column, inside, ZERO_CENTRED)
         bias = _bias(bias_ptr, column, inside)
-        _store_outputs(x, mean, rstd, weight, bias, y_ptr, summed_ptr, row * columns + column, inside)
+        _store_outputs(x, mean, correction, rstd, weight, bias, y_ptr, summed_ptr, row * columns + column, inside)
 
 
 @triton.jit
@@ -121,8 +130,7 @@ def _statistics(mean_ptr, rstd_ptr, row, inside, CENTRED: tl.constexpr):
 @triton.jit
 def _x_hat(x_ptr, at, inside, mean, rstd, weight, bias, FROM_Y: tl.constexpr):
     x = widened(tl.load(x_ptr + at, mask=inside, other=0.0))
-    x_hat = (x - bias) / weight if FROM_Y else (x - mean) * rstd
-    return tl.where(inside, x_hat, 0.0)
+    return (x - bias) / weight if FROM_Y else (x - mean) * rstd
 
 
 # With wdy = weight dy, the gradient of y = x_hat weight + bias, x_hat = (x - mean(x)) rstd, is
@@ -152,7 +160,8 @@ def _backward_kernel(
         row = first + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         at = row[:, None] * columns + column[None, :]
-        mean, rstd = _statistics(mean_ptr, rstd_ptr, row, row < rows, CENTRED)
+        # With y there may be no mean.
+        mean, rstd = _statistics(mean_ptr, rstd_ptr, row, row < rows, CENTRED and not FROM_Y)
         x_hat = _x_hat(x_ptr, at, inside, mean[:, None], rstd[:, None], weight, bias, FROM_Y)
         dy = widened(tl.load(dy_ptr + at, mask=inside, other=0.0))
         if dx_ptr is not None:
@@ -178,7 +187,7 @@ def _long_dx_kernel(
 ):  # fmt: skip
     """A program a row, which it reads twice."""
     row = tl.program_id(0).to(tl.int64)
-    mean, rstd = _statistics(mean_ptr, rstd_ptr, row, True, CENTRED)
+    mean, rstd = _statistics(mean_ptr, rstd_ptr, row, True, CENTRED and not FROM_Y)
     sum_wdy = tl.zeros((BLOCK,), tl.float32)
     sum_wdy_x_hat = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
