@@ -25,7 +25,11 @@ std::vector<Chunk> chunks_of(const std::vector<Row>& rows) {
 
 template <class Body>
 void for_chunks(const std::vector<Chunk>& chunks, Body body) {
-  torch::stable::parallel_for(0, chunks.size(), 1, [&](int64_t first, int64_t last) {
+  int64_t elements = 0;
+  for (const Chunk& chunk : chunks) elements += chunk.end - chunk.begin;
+  // A thread has a whole chunk's elements to do, also where many tensors are tiny.
+  const int64_t count = chunks.size(), grain = elements > 0 ? std::max<int64_t>(1, count * kChunk / elements) : 1;
+  torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) body(i);
   });
 }
