@@ -1,5 +1,13 @@
 // The optimizer ops on the CPU. Work is cut into chunks over all tensors together, which the threads share;
 // a chunk's tensors are converted to the type that is computed in, a block at a time, in the first-level cache.
+
+// As PyTorch rounds: a product is rounded before it is added to, so that results stay within 2 ulp of its own.
+#ifdef __clang__
+#pragma clang fp contract(off)
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
+
 #include "../optim_ops.h"
 
 #include "loops.h"
