@@ -28,6 +28,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", [name for name in BACKENDS if name in asked], indirect=True)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_in_every_run() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def backend(request: pytest.FixtureRequest):
     """The name of the backend that every memkern call in the test runs on."""

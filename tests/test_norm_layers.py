@@ -40,23 +40,30 @@ def row(*values: float) -> Tensor:
     return torch.tensor([values])
 
 
+_random = torch.Generator().manual_seed(0)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=_random)
+
+
 # What other implementations got wrong (the numbers are of their public threads).
 BUG_INPUTS = {
-    "mean far from 0 (pytorch#51102)": (torch.randn(5, 4) + 2000, (4,)),
-    "little spread (pytorch#40307)": (torch.randn(5, 4) * 0.01 + 100, (4,)),
-    "widths that are no power of two (Liger#518)": (torch.randn(1, 1, 1023), (1023,)),
-    "wider than a block (flash-attention#120)": (torch.randn(3, 12289), (12289,)),
-    "each row at its own level (quack 9310d47)": (torch.randn(3, 769) + 1000 + 100 * torch.arange(3)[:, None], (769,)),
-    "more than two dimensions (FlagGems#5392)": (torch.randn(2, 3, 4), (4,)),
-    "two normalized dimensions (pytorch#193016)": (torch.randn(40, 8, 16), (8, 16)),
-    "three (FlagGems#5392)": (torch.randn(2, 3, 4), (2, 3, 4)),
+    "mean far from 0 (pytorch#51102)": (normal(5, 4) + 2000, (4,)),
+    "little spread (pytorch#40307)": (normal(5, 4) * 0.01 + 100, (4,)),
+    "widths that are no power of two (Liger#518)": (normal(1, 1, 1023), (1023,)),
+    "wider than a block (flash-attention#120)": (normal(3, 12289), (12289,)),
+    "each row at its own level (quack 9310d47)": (normal(3, 769) + 1000 + 100 * torch.arange(3)[:, None], (769,)),
+    "more than two dimensions (FlagGems#5392)": (normal(2, 3, 4), (4,)),
+    "two normalized dimensions (pytorch#193016)": (normal(40, 8, 16), (8, 16)),
+    "three (FlagGems#5392)": (normal(2, 3, 4), (2, 3, 4)),
     "no rows (flash-attention#1620)": (torch.empty(3, 0, 8), (8,)),
     "no rows, two dimensions": (torch.empty(0, 5), (5,)),
     "no columns": (torch.empty(5, 0), (0,)),
-    "one dimension (quack#16)": (torch.randn(6), (6,)),
-    "65536 rows (apex#411)": (row(1, -1, 2, -2) + 0.1 * torch.randn(65537, 4), (4,)),
-    "transposed (unsloth#10617)": (torch.randn(8, 4).t(), (8,)),
-    "a window (vllm#24247)": (torch.randn(4, 16)[:, :8], (8,)),
+    "one dimension (quack#16)": (normal(6), (6,)),
+    "65536 rows (apex#411)": (row(1, -1, 2, -2) + 0.1 * normal(65537, 4), (4,)),
+    "transposed (unsloth#10617)": (normal(8, 4).t(), (8,)),
+    "a window (vllm#24247)": (normal(4, 16)[:, :8], (8,)),
     "1e19, whose square fp32 just holds (pytorch#178123)": (row(1e19, -1e19, 1e19, 0.0), (4,)),
 }
 
