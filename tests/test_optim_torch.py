@@ -30,6 +30,15 @@ PAIRS: dict[str, tuple[Callable, Callable]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """On tensors this small, PyTorch's threads would only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(params=PAIRS)
 def pair(request: pytest.FixtureRequest):
     return PAIRS[request.param]

@@ -1,5 +1,13 @@
 // The optimizer ops on the CPU. Work is cut into chunks over all tensors together, which the threads share;
 // a chunk's tensors are converted to the type that is computed in, a block at a time, in the first-level cache.
+
+// As PyTorch rounds: a product is rounded before it is added to, so that results stay within 2 ulp of its own.
+#ifdef __clang__
+#pragma clang fp contract(off)
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
+
 #include "../optim_ops.h"
 
 #include "loops.h"
@@ -25,7 +33,11 @@ std::vector<Chunk> chunks_of(const std::vector<Row>& rows) {
 
 template <class Body>
 void for_chunks(const std::vector<Chunk>& chunks, Body body) {
-  torch::stable::parallel_for(0, chunks.size(), 1, [&](int64_t first, int64_t last) {
+  int64_t elements = 0;
+  for (const Chunk& chunk : chunks) elements += chunk.end - chunk.begin;
+  // A thread has a whole chunk's elements to do, also where many tensors are tiny.
+  const int64_t count = chunks.size(), grain = elements > 0 ? std::max<int64_t>(1, count * kChunk / elements) : 1;
+  torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) body(i);
   });
 }
