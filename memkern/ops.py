@@ -3,7 +3,7 @@
 An op exists once per backend, under the same name and schema, in a namespace of its own:
 ``torch.ops.memkern_cuda.gelu_forward``, ``torch.ops.memkern_cpu.gelu_forward`` and so on. The native
 libraries only add kernels to what is defined here. Ops have no autograd of their own: gradients come
-from the Functions in ``functional.py``, which also check the arguments.
+from the Functions in ``functional/``, which also check the arguments.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memkern import backends, ops
-from memkern.functional.common import batched_together, floating, one_of
+from memkern.functional.common import batched_together, floating, one_of, signature_read_once
 from memkern.reference.common import wide
 from memkern.reference.gelu import gelu_second_derivative
 
@@ -18,6 +18,7 @@ class _GELU(Function):
     """y = gelu(x). Saves x, nothing else."""
 
     @staticmethod
+    @signature_read_once
     def forward(x: Tensor, approximate: str, backend: str) -> Tensor:
         return ops.op(backend, "gelu_forward")(x, approximate)
 
@@ -43,6 +44,7 @@ class _GELUBackward(Function):
     """dx = dy gelu'(x); its own gradients are g gelu'(x) for dy and g dy gelu''(x) for x."""
 
     @staticmethod
+    @signature_read_once
     def forward(dy: Tensor, x: Tensor, approximate: str, backend: str) -> Tensor:
         return ops.op(backend, "gelu_backward")(dy, x, approximate)
 
