@@ -44,6 +44,46 @@ SCHEMAS = {
         "(Tensor dy, Tensor? dsummed, Tensor x, Tensor? weight, Tensor rstd, SymInt columns, bool zero_centred,"
         " bool from_y, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)"
     ),
+    # Softmax (log-softmax with log) over dimension dim of scale x + mask. mask has x's shape (expanded, any strides):
+    # bool, True is masked out, or fp16, bf16 or fp32, which is added. causal, only over the last dimension: query q,
+    # of the last but one, sees keys 0 ... q + keys - queries. zero_masked: a row with every entry masked gives zeros,
+    # not NaN. y, contiguous, has dtype: x's, or fp32 where x is 16-bit. dropped is y after dropout (no elements
+    # without): element i of y in memory order falls to the Philox number of seed (int64, 0-d) and i; see csrc/random.h.
+    "softmax_forward": (
+        "(Tensor x, Tensor? mask, int dim, float scale, bool causal, bool log, bool zero_masked, float dropout,"
+        " Tensor? seed, ScalarType dtype) -> (Tensor y, Tensor dropped)"
+    ),
+    # dx, contiguous, has dtype, that of x. The one with _ writes dx over dy, which is then dense like y.
+    "softmax_backward": (
+        "(Tensor dy, Tensor y, int dim, float scale, bool causal, bool log, float dropout, Tensor? seed,"
+        " ScalarType dtype) -> Tensor"
+    ),
+    "softmax_backward_": (
+        "(Tensor(a!) dy, Tensor y, int dim, float scale, bool causal, bool log, float dropout, Tensor? seed) -> ()"
+    ),
+    # Of each row of logits (rows, classes). target: int64 (rows,), or probabilities (rows, classes) in the logits'
+    # dtype or fp32; weight (classes,) in fp32. Logits are s = softcap tanh(logits / softcap) where softcap is not 0.
+    # loss = cross-entropy + z_loss lse^2 and lse = log sum exp s, both (rows,) in fp32, fp64 for fp64; an ignored
+    # row's loss is 0. Backward: dlogits of sum(dloss loss); the one with _ writes it over the logits.
+    "cross_entropy_forward": (
+        "(Tensor logits, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, float z_loss,"
+        " float softcap) -> (Tensor loss, Tensor lse)"
+    ),
+    "cross_entropy_backward": (
+        "(Tensor dloss, Tensor logits, Tensor lse, Tensor target, Tensor? weight, int ignore_index,"
+        " float label_smoothing, float z_loss, float softcap) -> Tensor"
+    ),
+    "cross_entropy_backward_": (
+        "(Tensor dloss, Tensor(a!) logits, Tensor lse, Tensor target, Tensor? weight, int ignore_index,"
+        " float label_smoothing, float z_loss, float softcap) -> ()"
+    ),
+    # Of each row, KL(softmax(teacher / temperature) || softmax(logits / temperature)), and both log-sum-exps.
+    "distillation_forward": (
+        "(Tensor logits, Tensor teacher, float temperature) -> (Tensor loss, Tensor lse, Tensor teacher_lse)"
+    ),
+    "distillation_backward": (
+        "(Tensor dloss, Tensor logits, Tensor lse, Tensor teacher, Tensor teacher_lse, float temperature) -> Tensor"
+    ),
     # -> fp32 (3,): 1 where a gradient / grad_scale is not finite, else 0; the norm of all of them; the
     # factor that brings it down to max_norm, at most 1
     "check_and_norm": "(Tensor[] grads, Tensor? grad_scale, float max_norm) -> Tensor",
@@ -78,9 +118,14 @@ def norm_rows(x: Tensor, columns: int) -> int:
     return x.numel() // columns if columns else 0
 
 
+def computed_in(x: Tensor) -> torch.dtype:
+    """The dtype of arithmetic and of row statistics: fp64 for fp64, else fp32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def _norm_outputs(x: Tensor, residual: Tensor | None, columns: int, statistics: int) -> tuple[Tensor, ...]:
     """y, summed and that many row statistics, uninitialised."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = computed_in(x)
     summed = x.new_empty(0 if residual is None else x.shape)
     rows = norm_rows(x, columns)
     return x.new_empty(x.shape), summed, *(x.new_empty(rows, dtype=dtype) for _ in range(statistics))
@@ -107,6 +152,31 @@ def _rms_norm_backward(dy, dsummed, x, weight, rstd, columns, zero_centred, from
     return _if_needed(need_dx, x, x), _if_needed(need_dweight, weight, x)
 
 
+def _softmax_forward(x, mask, dim, scale, causal, log, zero_masked, dropout, seed, dtype):
+    y = x.new_empty(x.shape, dtype=dtype)
+    return y, torch.empty_like(y) if dropout > 0 else y.new_empty(0)
+
+
+def _softmax_backward(dy, y, dim, scale, causal, log, dropout, seed, dtype):
+    return y.new_empty(y.shape, dtype=dtype)
+
+
+def _each_row(logits: Tensor, outputs: int) -> tuple[Tensor, ...]:
+    return tuple(logits.new_empty(logits.shape[0], dtype=computed_in(logits)) for _ in range(outputs))
+
+
+def _cross_entropy_forward(logits, target, weight, ignore_index, label_smoothing, z_loss, softcap):
+    return _each_row(logits, 2)
+
+
+def _distillation_forward(logits, teacher, temperature):
+    return _each_row(logits, 3)
+
+
+def _like_logits(dloss: Tensor, logits: Tensor, *arguments: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
 def _check_and_norm(grads: list[Tensor], grad_scale: Tensor | None, max_norm: float) -> Tensor:
     return grads[0].new_empty(3, dtype=torch.float32)
 
@@ -122,6 +192,14 @@ FAKES: dict[str, Callable[..., Any]] = {
     "layer_norm_backward": _layer_norm_backward,
     "rms_norm_forward": _rms_norm_forward,
     "rms_norm_backward": _rms_norm_backward,
+    "softmax_forward": _softmax_forward,
+    "softmax_backward": _softmax_backward,
+    "softmax_backward_": _nothing,
+    "cross_entropy_forward": _cross_entropy_forward,
+    "cross_entropy_backward": _like_logits,
+    "cross_entropy_backward_": _nothing,
+    "distillation_forward": _distillation_forward,
+    "distillation_backward": _like_logits,
     "check_and_norm": _check_and_norm,
     "advance": _nothing,
     "adamw_step": _nothing,

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memkern import backends
 from memkern.functional.common import floating, one_of
 from memkern.functional.norm_autograd import Plan, norm, y_tells_x
+from memkern.ops import computed_in
 
 AUTOCAST = ("keep", "torch")
 
@@ -150,7 +151,7 @@ def _norm(
     if x.shape[-len(shape) :] != shape:
         raise ValueError(f"normalized_shape: got {shape}, needs the last dimensions of input's shape {tuple(x.shape)}")
     if eps is None and name == "rms_norm":
-        eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+        eps = torch.finfo(computed_in(x)).eps
     check_eps(eps)
     one_of("autocast", autocast, AUTOCAST)
     dtype = x.dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memkern.ops import check_like, norm_rows
+from memkern.ops import check_like, computed_in, norm_rows
 from memkern.reference.common import wide
 
 # LayerNorm (Ba et al. 2016, arXiv:1607.06450): x_hat = (x - mean) rstd, y = x_hat w + b, with the biased
@@ -44,7 +44,7 @@ def _normalise(
         y = y * scale.flatten()
     if bias is not None:
         y = y + wide(bias).flatten()
-    statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
+    statistics = computed_in(x)
     return _rounded(y, x), summed, mean.flatten().to(statistics), rstd.flatten().to(statistics)
 
 
