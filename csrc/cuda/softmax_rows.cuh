@@ -114,16 +114,12 @@ __global__ void __launch_bounds__(kMaxRowThreads) forward_rows_looped(const Forw
   }
 }
 
-// dy and y of V columns, of which the first `live` are seen.
-template <class T, class O, int V>
-__device__ __forceinline__ void load_gradients(const Backward<T, O>& a, int64_t at, int64_t live, Pack<O, V>& dy,
-                                               Pack<O, V>& y) {
-  dy = load<O, V>(a.dy + at);
-  y = load<O, V>(a.y + at);
-  if (a.shape.queries == 0) return;
+// Sets the columns of a pack to 0 from `live` on.
+template <class O, int V>
+__device__ __forceinline__ void trim(Pack<O, V>& pack, int64_t live) {
 #pragma unroll
   for (int i = 0; i < V; ++i)
-    if (i >= live) dy.value[i] = y.value[i] = O(0.0f);
+    if (i >= live) pack.value[i] = O(0.0f);
 }
 
 template <class T, class O, int V>
@@ -151,7 +147,17 @@ __global__ void __launch_bounds__(P * V == 8 ? kRowBlock : kMaxRowThreads)
   Pack<O, V> dy[P] = {}, y[P] = {};
 #pragma unroll
   for (int p = 0; p < P; ++p)
-    if (mine.at(p) < live) load_gradients(a, start + mine.at(p), live - mine.at(p), dy[p], y[p]);
+    if (mine.at(p) < live) {
+      dy[p] = load<O, V>(a.dy + start + mine.at(p));
+      y[p] = load<O, V>(a.y + start + mine.at(p));
+    }
+  if (a.shape.queries > 0) {
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+      trim(dy[p], live - mine.at(p));
+      trim(y[p], live - mine.at(p));
+    }
+  }
   uint32_t kept = 0;
   if (a.dropout.seed) {
 #pragma unroll 1  // side by side, they would need registers that hold the row
@@ -182,7 +188,10 @@ __global__ void __launch_bounds__(kMaxRowThreads) backward_rows_looped(const Bac
   Pack<O, V> dy, y;
   uint32_t kept = 0;
   const auto load_at = [&](int64_t c) {
-    load_gradients(a, start + c, live - c, dy, y);
+    dy = load<O, V>(a.dy + start + c);
+    y = load<O, V>(a.y + start + c);
+    trim(dy, live - c);
+    trim(y, live - c);
     if (a.dropout.seed) kept = kept_bits<V>(a.dropout, seed, start + c);
   };
   A sum[1] = {0};
