@@ -36,7 +36,7 @@ def softmax_forward(x, mask, dim, scale, causal, log, zero_masked, dropout, seed
         y = y.masked_fill(dead & ~dead.all(-1, keepdim=True), 0)
     if zero_masked:
         y = y.masked_fill((z == -math.inf).all(dim, keepdim=True), 0)
-    dropped = _dropped(y, dropout, seed) if dropout > 0 else y.new_empty(0)
+    dropped = apply_dropout(y, dropout, seed) if dropout > 0 else y.new_empty(0)
     return y.to(dtype).contiguous(), dropped.to(dtype).contiguous()
 
 
@@ -44,7 +44,7 @@ def softmax_backward(dy, y, dim, scale, causal, log, dropout, seed, dtype):
     check_like("dy", dy, y, of="y")
     g, p = wide(dy), wide(y)
     if dropout > 0:
-        g = _dropped(g, dropout, seed)
+        g = apply_dropout(g, dropout, seed)
     if causal:
         g, p = (t.masked_fill(_dead(y), 0) for t in (g, p))
     dz = g - p.exp() * g.sum(dim, keepdim=True) if log else p * (g - (g * p).sum(dim, keepdim=True))
@@ -73,7 +73,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
     return a, b, c, d
 
 
-def _dropped(value: Tensor, dropout: float, seed: Tensor) -> Tensor:
+def apply_dropout(value: Tensor, dropout: float, seed: Tensor) -> Tensor:
     """``value`` after dropout. Element i of it, in memory order, takes number i % 4 of counter i // 4."""
     count = value.numel()
     block = torch.arange((count + 3) // 4, device=value.device)
