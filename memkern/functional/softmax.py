@@ -125,7 +125,8 @@ def scaled_masked_softmax(
         )
     if mask is not None:
         mask = _expanded(mask, x)
-    overwrite = inplace_backward and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    overwrite = inplace_backward and eager and torch.is_grad_enabled()
     if overwrite:
         alone()  # measures, which is not for the middle of a backward pass
     seed = torch.randint(2**63 - 1, (), device=x.device) if dropout > 0 else None
