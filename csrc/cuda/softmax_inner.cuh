@@ -83,47 +83,32 @@ class StrandReduction {
   int lanes_;
 };
 
-template <class A, int V>
-__device__ __forceinline__ void fill(A (&values)[V], A value) {
-#pragma unroll
-  for (int v = 0; v < V; ++v) values[v] = value;
-}
-
-// x of V columns, times 0 where that is the scale.
-template <class T, class A, int V>
-__device__ __forceinline__ void load_scaled(const T* from, const Scale<A>& scale, A (&x)[V]) {
-  load_values(from, x);
-  if (!scale.is_zero) return;
-#pragma unroll
-  for (int v = 0; v < V; ++v) x[v] *= 0;
-}
-
 template <class T, class O, int V, int P>
 __global__ void __launch_bounds__(kInnerThreads) forward_inner(const Forward<T, O> a, int lanes) {
   using A = acc_t<T>;
   const Strand<V> mine(a.shape, lanes);
   StrandReduction<A, V> reduction(lanes);
-  const Scale<A> scale(a.scale);
+  const A scale = a.scale.positive;
   const uint64_t seed = a.dropout.read_seed();
   const int left = mine.has_pack ? int(a.shape.n) - mine.first : 0;
   A x[P][V], top[V], sum[V];
 #pragma unroll
   for (int p = 0; p < P; ++p) {
-    fill(x[p], scale.masked);
-    if (p * mine.count < left) load_scaled(a.x + mine.at(p), scale, x[p]);
+    fill(x[p], -A(INFINITY));
+    if (p * mine.count < left) load_signed(a.x + mine.at(p), a.scale.sign, x[p]);
   }
   fill(top, -A(INFINITY));
 #pragma unroll
   for (int p = 0; p < P; ++p)
 #pragma unroll
-    for (int v = 0; v < V; ++v) top[v] = larger(top[v], x[p][v] * scale.value);
+    for (int v = 0; v < V; ++v) top[v] = larger(top[v], x[p][v]);
   reduction.max(top);
   fill(sum, A(0));
 #pragma unroll
   for (int p = 0; p < P; ++p)
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      const A z = shifted(x[p][v], scale.value, shift_of(top[v])), e = exponential<O>(z);
+      const A z = distance(x[p][v], scale, shift_of(top[v])), e = exponential<O>(z);
       sum[v] += e;
       x[p][v] = a.log ? z : e;
     }
@@ -144,17 +129,17 @@ __global__ void __launch_bounds__(kInnerThreads) forward_inner_looped(const Forw
   using A = acc_t<T>;
   const Strand<V> mine(a.shape, lanes);
   StrandReduction<A, V> reduction(lanes);
-  const Scale<A> scale(a.scale);
+  const A scale = a.scale.positive;
   const uint64_t seed = a.dropout.read_seed();
   const int64_t end = mine.has_pack ? a.shape.n : 0;
   MaxSum<A> parts[V];
   for (int64_t j = mine.first; j < end; j += mine.count) {
     A x[V];
-    load_scaled(a.x + mine.start + j * mine.step, scale, x);
+    load_signed(a.x + mine.start + j * mine.step, a.scale.sign, x);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      parts[v].template raise<O>(larger(parts[v].max, x[v] * scale.value));
-      parts[v].sum += exponential<O>(shifted(x[v], scale.value, shift_of(parts[v].max)));
+      parts[v].template raise<O>(larger(parts[v].max, x[v]), scale);
+      parts[v].sum += exponential<O>(distance(x[v], scale, shift_of(parts[v].max)));
     }
   }
   A top[V], sum[V];
@@ -163,16 +148,16 @@ __global__ void __launch_bounds__(kInnerThreads) forward_inner_looped(const Forw
   reduction.max(top);
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    parts[v].template raise<O>(top[v]);
+    parts[v].template raise<O>(top[v], scale);
     sum[v] = parts[v].sum;
   }
   reduction.sum(sum);
   for (int64_t j = mine.first; j < end; j += mine.count) {
     A x[V];
-    load_scaled(a.x + mine.start + j * mine.step, scale, x);
+    load_signed(a.x + mine.start + j * mine.step, a.scale.sign, x);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      const A z = shifted(x[v], scale.value, shift_of(top[v]));
+      const A z = distance(x[v], scale, shift_of(top[v]));
       x[v] = Finish<A>(a.log, a.zero_masked, sum[v])(a.log ? z : exponential<O>(z));
     }
     store_results(a, seed, mine.start + j * mine.step, x);
