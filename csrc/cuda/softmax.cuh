@@ -24,6 +24,7 @@ struct Forward {
   bool wide_mask;  // each pack of it can be one access
   O *y, *dropped;
   SoftmaxShape shape;
+  Divisor inner_packs;  // that inner is
   Scale<acc_t<T>> scale;
   bool log, zero_masked;
   Dropout<acc_t<T>> dropout;
@@ -34,6 +35,7 @@ struct Backward {
   const O *dy, *y;
   T* dx;  // may be dy: each element is read by the thread that writes it, before it does
   SoftmaxShape shape;
+  Divisor inner_packs;  // that inner is
   acc_t<T> scale;
   bool log;
   Dropout<acc_t<T>> dropout;
@@ -129,10 +131,10 @@ __device__ __forceinline__ void fill(A (&values)[V], A value) {
   for (int i = 0; i < V; ++i) values[i] = value;
 }
 
-// Calls body with the row of the mask, of the type it has.
+// Calls body with the row of the mask that starts there, of the type it has.
 template <bool Additive, class Body>
-__device__ __forceinline__ void with_mask(const MaskRows& mask, int64_t row, Body body) {
-  const auto start = [&](auto type) { return static_cast<const decltype(type)*>(mask.data) + mask.start(row); };
+__device__ __forceinline__ void with_mask(const MaskRows& mask, int64_t at, Body body) {
+  const auto start = [&](auto type) { return static_cast<const decltype(type)*>(mask.data) + at; };
   if constexpr (Additive) {
     if (mask.type == MaskType::half) body(start(__half{}));
     else if (mask.type == MaskType::bfloat16) body(start(__nv_bfloat16{}));
@@ -146,8 +148,8 @@ __device__ __forceinline__ void with_mask(const MaskRows& mask, int64_t row, Bod
 // adds. Of columns that are masked, and all from `live` (counted from first) on, x becomes -inf; they are not read
 // where a whole pack is past live.
 template <bool Additive, class T, class O, class A, int V, int P, class At>
-__device__ __forceinline__ void load_row(const Forward<T, O>& a, int64_t row, int64_t first, At at, int64_t live,
-                                         A (&x)[P][V], A (&added)[P][V]) {
+__device__ __forceinline__ void load_row(const Forward<T, O>& a, int64_t row, int64_t mask_start, int64_t first, At at,
+                                         int64_t live, A (&x)[P][V], A (&added)[P][V]) {
   const T* from = a.x + row * a.shape.n + first;
 #pragma unroll
   for (int p = 0; p < P; ++p) {
@@ -161,8 +163,8 @@ __device__ __forceinline__ void load_row(const Forward<T, O>& a, int64_t row, in
       for (int i = 0; i < V; ++i)
         if (is_masked(p, i)) x[p][i] = -A(INFINITY);
   };
-  if (a.shape.queries > 0) mask_where([&](int p, int i) { return at(p) + i >= live; });
-  with_mask<Additive>(a.mask, row, [&](auto mask) {
+  if (a.shape.causal) mask_where([&](int p, int i) { return at(p) + i >= live; });
+  with_mask<Additive>(a.mask, mask_start, [&](auto mask) {
     using M = std::decay_t<decltype(*mask)>;
     M values[P][V];
 #pragma unroll

@@ -33,12 +33,12 @@ struct Strand {
   int64_t start, step;  // where its pack is at the first of n, and from one to the next
   bool has_pack;
 
-  __device__ __forceinline__ Strand(const SoftmaxShape& shape, int lanes)
-      : first(threadIdx.x / lanes), count(blockDim.x / lanes) {
-    const int64_t item = int64_t(blockIdx.x) * lanes + threadIdx.x % lanes, packs = shape.inner / V;
-    start = item / packs * shape.n * shape.inner + item % packs * V;
-    step = shape.inner;
-    has_pack = item < shape.outer * packs;
+  __device__ __forceinline__ Strand(const SoftmaxShape& shape, const Divisor& inner_packs, int lanes)
+      : first(threadIdx.x / lanes), count(blockDim.x / lanes), step(shape.inner) {
+    int64_t pack;
+    const int64_t outer = inner_packs(int64_t(blockIdx.x) * lanes + threadIdx.x % lanes, pack);
+    start = outer * shape.n * shape.inner + pack * V;
+    has_pack = outer < shape.outer;
   }
   // Where the p-th pack that it holds is.
   __device__ __forceinline__ int64_t at(int p) const { return start + (first + p * int64_t(count)) * step; }
@@ -86,7 +86,7 @@ class StrandReduction {
 template <class T, class O, int V, int P>
 __global__ void __launch_bounds__(kInnerThreads) forward_inner(const Forward<T, O> a, int lanes) {
   using A = acc_t<T>;
-  const Strand<V> mine(a.shape, lanes);
+  const Strand<V> mine(a.shape, a.inner_packs, lanes);
   StrandReduction<A, V> reduction(lanes);
   const A scale = a.scale.positive;
   const uint64_t seed = a.dropout.read_seed();
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kInnerThreads) forward_inner(const Forward<T, 
 template <class T, class O, int V>
 __global__ void __launch_bounds__(kInnerThreads) forward_inner_looped(const Forward<T, O> a, int lanes) {
   using A = acc_t<T>;
-  const Strand<V> mine(a.shape, lanes);
+  const Strand<V> mine(a.shape, a.inner_packs, lanes);
   StrandReduction<A, V> reduction(lanes);
   const A scale = a.scale.positive;
   const uint64_t seed = a.dropout.read_seed();
@@ -176,7 +176,7 @@ __device__ __forceinline__ void add_terms(const Backward<T, O>& a, const Pack<O,
 template <class T, class O, int V, int P>
 __global__ void __launch_bounds__(kInnerThreads) backward_inner(const Backward<T, O> a, int lanes) {
   using A = acc_t<T>;
-  const Strand<V> mine(a.shape, lanes);
+  const Strand<V> mine(a.shape, a.inner_packs, lanes);
   StrandReduction<A, V> reduction(lanes);
   const uint64_t seed = a.dropout.read_seed();
   const int left = mine.has_pack ? int(a.shape.n) - mine.first : 0;
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kInnerThreads) backward_inner(const Backward<T
 template <class T, class O, int V>
 __global__ void __launch_bounds__(kInnerThreads) backward_inner_looped(const Backward<T, O> a, int lanes) {
   using A = acc_t<T>;
-  const Strand<V> mine(a.shape, lanes);
+  const Strand<V> mine(a.shape, a.inner_packs, lanes);
   StrandReduction<A, V> reduction(lanes);
   const uint64_t seed = a.dropout.read_seed();
   // Calls body with the place of each pack of this strand, its dy and y, and which of them dropout kept.
@@ -252,10 +252,11 @@ void for_inner(const SoftmaxShape& shape, bool wide, Body body) {
 }
 
 template <class T, class O>
-void run_inner(const Forward<T, O>& a, cudaStream_t stream) {
+void run_inner(Forward<T, O> a, cudaStream_t stream) {
   for_inner<T, O>(a.shape, fits_packs<kWidest<O>>(a.shape.inner, a.x, a.y, a.dropped),
                   [&](auto access, auto held, Blocks b) {
     constexpr int V = decltype(access)::value, P = decltype(held)::value;
+    a.inner_packs = Divisor(a.shape.inner / V);
     if constexpr (P == 0) {
       start(forward_inner_looped<T, O, V>, b, stream, a);
     } else {
@@ -265,10 +266,11 @@ void run_inner(const Forward<T, O>& a, cudaStream_t stream) {
 }
 
 template <class T, class O>
-void run_inner(const Backward<T, O>& a, cudaStream_t stream) {
+void run_inner(Backward<T, O> a, cudaStream_t stream) {
   for_inner<T, O>(a.shape, fits_packs<kWidest<O>>(a.shape.inner, a.dy, a.y, a.dx),
                   [&](auto access, auto held, Blocks b) {
     constexpr int V = decltype(access)::value, P = decltype(held)::value;
+    a.inner_packs = Divisor(a.shape.inner / V);
     if constexpr (P == 0) {
       start(backward_inner_looped<T, O, V>, b, stream, a);
     } else {

@@ -18,7 +18,7 @@ __device__ __forceinline__ void finish_columns(const Forward<T, O>& a, const Fin
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     y[i] = finish(y[i]);
-    if (a.shape.queries > 0 && sees_any && i >= live) y[i] = 0;
+    if (a.shape.causal && sees_any && i >= live) y[i] = 0;
   }
 }
 
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(P * V == 8 ? kRowBlock : kMaxRowThreads)
   const int seen = has_row ? int(a.shape.live(row)) : 0, live = seen - mine.first;
   const uint64_t seed = a.dropout.read_seed();
   A x[P][V], added[P][V];
-  load_row<Additive>(a, row, mine.first, [&](int p) { return mine.at(p); }, live, x, added);
+  load_row<Additive>(a, row, a.mask.start(row), mine.first, [&](int p) { return mine.at(p); }, live, x, added);
 
   A top[1] = {-A(INFINITY)};
 #pragma unroll
@@ -74,10 +74,11 @@ __global__ void __launch_bounds__(kMaxRowThreads) forward_rows_looped(const Forw
   __shared__ typename RowSum<A>::Slots slots;
   RowSum<A> row_sum(slots, threads);
   const int64_t row = blockIdx.x, live = a.shape.live(row), step = int64_t(threads) * V;
+  const int64_t mask_start = a.mask.start(row);
   const uint64_t seed = a.dropout.read_seed();
   A x[1][V], added[1][V];
   const auto load_at = [&](int64_t c) {
-    load_row<Additive>(a, row, c, [](int) { return 0; }, live - c, x, added);
+    load_row<Additive>(a, row, mask_start, c, [](int) { return 0; }, live - c, x, added);
   };
 
   const A unit = Additive ? A(1) : a.scale.positive;
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(P * V == 8 ? kRowBlock : kMaxRowThreads)
       dy[p] = load<O, V>(a.dy + start + mine.at(p));
       y[p] = load<O, V>(a.y + start + mine.at(p));
     }
-  if (a.shape.queries > 0) {
+  if (a.shape.causal) {
 #pragma unroll
     for (int p = 0; p < P; ++p) {
       trim(dy[p], live - mine.at(p));
