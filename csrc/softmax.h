@@ -83,7 +83,7 @@ Dropout<A> dropout_of(const Tensor& x, double rate, const MaybeTensor& seed) {
   STD_TORCH_CHECK(0 <= rate && rate < 1, "dropout: got ", rate, ", needs 0 <= dropout < 1");
   if (rate == 0) return {nullptr, 0, 1};
   STD_TORCH_CHECK(seed && seed->numel() == 1 && seed->scalar_type() == ScalarType::Long && on_one_device(x, *seed),
-                  "seed: needs one int64 on the device of x");
+                  "seed: dropout needs one int64 on the device of x");
   return {const_data<int64_t>(*seed), static_cast<uint32_t>(rate * 0x1p32), static_cast<A>(1 / (1 - rate))};
 }
 
