@@ -78,6 +78,14 @@ def test_masks_over_wide_rows(backend, device) -> None:
             assert_probabilities(y, exact_forward(x, given, scale=0.3, zero_masked=True))
 
 
+def test_masks_of_many_dimensions(backend, device) -> None:
+    """Broadcast over every other one: more strides than the kernels count in."""
+    x = random(2, 3, 2, 3, 2, 3, 16).to(device, torch.bfloat16)
+    for mask in ((random(2, 1, 2, 1, 2, 1, 16) > 0.5).to(device), random(1, 3, 1, 3, 1, 3, 1).to(x)):
+        y, _ = forward(backend, x, mask)
+        assert_probabilities(y, exact_forward(x, mask))
+
+
 def test_large_additive_masks(backend, device) -> None:
     """Of a row that -10000 hides as a whole, x decides; the least number hides, too."""
     for dtype in (torch.float16, torch.float32):
