@@ -33,6 +33,7 @@ class Batch:
     states: list[list[Tensor]] = field(default_factory=list)  # a list for each name of state_names
     masters: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
+    written: list[Tensor] = field(default_factory=list)  # of what autograd may have saved: as the user has them
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -201,6 +202,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             lr_tensor, lr = (group["lr"], 0.0) if isinstance(group["lr"], Tensor) else (None, float(group["lr"]))
             scalars = (on(batch.device, value) for value in (lr_tensor, grad_scale, clip, found_inf))
             self._update(group, batch, (*scalars, lr))
+            torch.autograd.graph.increment_version(batch.written)  # which the ops, without autograd, leave to us
         for target, copy in copies:
             target.copy_(copy)
 
@@ -223,6 +225,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if key not in batches:
                 batches[key] = group, Batch(choices[kind], param.device, states=[[] for _ in self._state_names(group)])
             batch = batches[key][1]
+            batch.written += [p, p.grad] if self.write_unscaled_grads else [p]
             if not is_dense(param):
                 dense = torch.empty_like(param).copy_(param)
                 copies.append((param, dense))
