@@ -102,16 +102,16 @@ def test_alignment_and_offsets(backend: str, device: str, algorithm: Algorithm, 
             assert around.isnan().sum() == x.storage_offset() + 3  # nothing outside was written
 
 
-def test_more_tiny_tensors_than_a_launch_takes(backend: str, device: str) -> None:
+def test_thousands_of_tiny_tensors(backend: str, device: str) -> None:
     """The arguments of a CUDA launch hold some 430 parameters of a step, and some 1170 gradients."""
-    if backend == "triton" and device == "cpu":
-        pytest.skip("triton: one launch a tensor, which takes minutes in the interpreter")
+    # Triton's interpreter takes 10 ms a tensor, and a table has no length at which it changes.
+    fewer = {"emulated": 2, "triton": 20}.get(backend, 1) if device == "cpu" else 1
     for name in ("adamw", "lamb"):
-        t = Tensors.random(ALGORITHMS[name], DTYPES[0], device, sizes=[1 + i % 3 for i in range(450)])
+        t = Tensors.random(ALGORITHMS[name], DTYPES[0], device, sizes=[1 + i % 3 for i in range(2000 // fewer)])
         check_step(backend, device, ALGORITHMS[name], DTYPES[0], t)
-    grads = [torch.full((1 + i % 3,), 2.0, device=device) for i in range(1200)]
+    grads = [torch.full((1 + i % 3,), 2.0, device=device) for i in range(3000 // fewer)]
     norm = ops.op(backend, "check_and_norm")(grads, None, math.inf)[1]
-    assert float(norm) == pytest.approx(math.sqrt(4 * 2400), rel=1e-6)
+    assert float(norm) == pytest.approx(math.sqrt(4 * sum(map(torch.numel, grads))), rel=1e-6)
     grads[-1][0] = math.inf
     assert ops.op(backend, "check_and_norm")(grads, None, math.inf)[0] == 1
 

@@ -230,7 +230,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 dense = torch.empty_like(param).copy_(param)
                 copies.append((param, dense))
                 param = dense
-            if not same_order(grad, param):
+            if not ops.same_order(grad, param):
                 ordered = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
                 if self.write_unscaled_grads:
                     copies.append((grad, ordered))
@@ -283,13 +283,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 def is_dense(x: Tensor) -> bool:
     """Whether the elements fill one stretch of memory, in whatever order of dimensions."""
     return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)
-
-
-def same_order(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one shape put their elements in the same order in memory."""
-    return x.stride() == y.stride() or all(
-        size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), y.stride(), strict=True)
-    )
 
 
 def _scalar(value: Tensor | float | None) -> Tensor | None:

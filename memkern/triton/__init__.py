@@ -7,13 +7,14 @@ and no methods on scalar arguments, take sizes at run time, and round to bf16 by
 from __future__ import annotations
 
 import torch
-from torch.library import triton_op
+from torch.library import custom_op, triton_op
 
 from memkern import ops
 from memkern.backends import interpreting
 from memkern.triton import gelu, norm, optim
 
 FAMILIES = (gelu, norm, optim)
+UNTRACEABLE = (optim,)  # it reads addresses, which a tensor has none of while PyTorch traces it
 
 
 def register() -> None:
@@ -22,9 +23,11 @@ def register() -> None:
         for name, function in family.IMPLEMENTATIONS.items():
             if interpreting():  # kernels PyTorch cannot trace into
                 ops.define("triton").impl(name, function, "CompositeExplicitAutograd")
-            else:
-                schema = ops.SCHEMAS[name]
-                triton_op(f"memkern_triton::{name}", function, mutates_args=_mutated(schema), schema=schema)
+                continue
+            schema, define = ops.SCHEMAS[name], custom_op if family in UNTRACEABLE else triton_op
+            op = define(f"memkern_triton::{name}", function, mutates_args=_mutated(schema), schema=schema)
+            if family in UNTRACEABLE:
+                op.register_fake(ops.FAKES[name])
 
 
 def _mutated(schema: str) -> list[str]:
