@@ -155,7 +155,5 @@ def test_elements_past_2_to_the_31(launches) -> None:
     chunks_before = mt.SHARED.value + mt.END.value
     table[chunks_before] = -far // mt.CHUNK.value  # so that the first program finds itself that far in
     sums = torch.zeros(1, dtype=torch.float64, device=DEVICE)
-    optim.launch(
-        optim.square_sum_kernel, (1,), x, table, sums, DTYPE=mt.TYPES[x.dtype], ALIGNED=False, BLOCK=mt.BLOCK
-    )
+    optim.launch(optim.square_sum_kernel, (1,), x, table, sums, DTYPE=mt.TYPES[x.dtype], ALIGNED=False, BLOCK=mt.BLOCK)
     assert float(sums) == 4 * n

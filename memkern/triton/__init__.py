@@ -24,10 +24,12 @@ def register() -> None:
             if interpreting():  # kernels PyTorch cannot trace into
                 ops.define("triton").impl(name, function, "CompositeExplicitAutograd")
                 continue
-            schema, define = ops.SCHEMAS[name], custom_op if family in UNTRACEABLE else triton_op
-            op = define(f"memkern_triton::{name}", function, mutates_args=_mutated(schema), schema=schema)
+            schema = ops.SCHEMAS[name]
             if family in UNTRACEABLE:
+                op = custom_op(f"memkern_triton::{name}", function, mutates_args=_mutated(schema), schema=schema)
                 op.register_fake(ops.FAKES[name])
+            else:
+                triton_op(f"memkern_triton::{name}", function, mutates_args=_mutated(schema), schema=schema)
 
 
 def _mutated(schema: str) -> list[str]:
