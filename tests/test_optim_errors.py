@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from memkern import ops, optim
-from tests.optim_tools import OPTIMIZERS, parameter, same_bits, set_grad, snapshot
-
-
-@pytest.fixture(params=OPTIMIZERS)
-def make(request: pytest.FixtureRequest):
-    return OPTIMIZERS[request.param]
+from tests.optim_tools import parameter, same_bits, set_grad, snapshot
 
 
 @pytest.mark.parametrize(
@@ -65,31 +60,31 @@ def test_bad_numbers(optimizer, arguments, message) -> None:
     ),
     ids=("complex", "integer", "float8", "sparse"),
 )
-def test_bad_parameters(make, bad, names) -> None:
+def test_bad_parameters(make_optimizer, bad, names) -> None:
     params = [parameter("cpu"), torch.nn.Parameter(bad, requires_grad=False)]
     name = "parameter 'odd one'" if names else "parameter 1 of group 0"
     with pytest.raises(TypeError, match=f"{name}: got {bad.dtype}, {bad.layout}, needs a dense float16"):
-        make(list(zip(("good", "odd one"), params, strict=True)) if names else params)
-    optimizer = make([("good", params[0])] if names else params[:1])
+        make_optimizer(list(zip(("good", "odd one"), params, strict=True)) if names else params)
+    optimizer = make_optimizer([("good", params[0])] if names else params[:1])
     with pytest.raises(TypeError, match="of group 1: got" if not names else "'odd one': got"):
         optimizer.add_param_group({"params": [("odd one", params[1])] if names else params[1:]})
     assert len(optimizer.param_groups) == 1
 
 
-def test_torchs_own_errors(make) -> None:
+def test_torchs_own_errors(make_optimizer) -> None:
     for bad, error in (([], ValueError), (torch.zeros(3), TypeError), ([1.0], TypeError)):
         with pytest.raises(error):
-            make(bad)
+            make_optimizer(bad)
     p = parameter("cpu")
     with pytest.raises(ValueError, match="non-leaf"):
-        make([p * 2])
+        make_optimizer([p * 2])
     with pytest.raises(ValueError, match="more than one parameter group"):
-        make([{"params": [p]}, {"params": [p]}])
+        make_optimizer([{"params": [p]}, {"params": [p]}])
 
 
-def test_a_gradient_on_another_device(make) -> None:
+def test_a_gradient_on_another_device(make_optimizer) -> None:
     a, b = parameter("cpu"), parameter("cpu")
-    optimizer = make([("a", a), ("b", b)])
+    optimizer = make_optimizer([("a", a), ("b", b)])
     set_grad(a, 1.0)
     set_grad(b, 1.0)
     optimizer.step()

@@ -188,7 +188,7 @@ Tensor check_and_norm(const Tensors& grads, const Maybe& grad_scale, double max_
     if (row.n > 0) rows.push_back(row);
   }
   const float* scale = scalar(grad_scale, "grad_scale");
-  const float unscale = scale ? float(1.0 / double(*scale)) : 1.0f;
+  const float unscale = inverse(scale);
   const std::vector<Chunk> chunks = chunks_of(rows);
   std::vector<double> sums(chunks.size()), infinites(chunks.size());
   for_chunks(chunks, [&](int64_t i) {
@@ -205,7 +205,7 @@ Tensor check_and_norm(const Tensors& grads, const Maybe& grad_scale, double max_
   });
   double sum = 0, infinite = 0;
   for (size_t i = 0; i < chunks.size(); ++i) sum += sums[i], infinite += infinites[i];
-  const bool found = infinite != 0 || !std::isfinite(unscale) || unscale == 0;
+  const bool found = infinite != 0 || !usable(unscale);
   Tensor result = torch::stable::new_empty(grads[0], {3}, ScalarType::Float);
   float* out = static_cast<float*>(result.mutable_data_ptr());
   out[0] = found ? 1.0f : 0.0f;

@@ -61,7 +61,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         self,
         params: Any,
         defaults: dict[str, Any],
-        *,
         max_grad_norm: float | None,
         master_weights: torch.dtype | None,
         write_unscaled_grads: bool,
