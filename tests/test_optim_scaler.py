@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 
@@ -154,6 +155,39 @@ def test_schedules_do_not_drift(backend, device) -> None:
     assert not any("memkern" in key or "skip" in key for key in scheduler.state_dict())
     with pytest.raises(TypeError, match=r"optimizer: got SGD, needs an optimizer of memkern\.optim"):
         step_scheduler(scheduler, torch.optim.SGD([p]))
+
+
+@pytest.mark.parametrize("how", ("checkpoint", "the same optimizer", "pickle"))
+def test_schedules_do_not_drift_across_a_checkpoint(backend, device, how) -> None:
+    """The skips before it are none that a loaded schedule has to be held back for."""
+    p = parameter(device)
+    optimizer = SGD([p], lr=1.0, max_grad_norm=math.inf)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=100)
+
+    def train(p, optimizer, scheduler, skips: tuple[bool, ...]) -> None:
+        for skip in skips:
+            set_grad(p, math.inf if skip else 0.0)
+            optimizer.step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            step_scheduler(scheduler, optimizer)
+
+    train(p, optimizer, scheduler, (True, False, True, False, False))
+    assert scheduler.last_epoch == 3
+    saved = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
+    if how == "pickle":
+        optimizer, scheduler = pickle.loads(pickle.dumps((optimizer, scheduler)))
+        (p,) = optimizer.param_groups[0]["params"]
+    elif how == "checkpoint":
+        optimizer = SGD([p], lr=1.0, max_grad_norm=math.inf)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=100)
+    else:
+        train(p, optimizer, scheduler, (True, True, True))
+    if how != "pickle":
+        optimizer.load_state_dict(saved[0])
+        scheduler.load_state_dict(saved[1])
+    train(p, optimizer, scheduler, (False, True, False))
+    assert scheduler.last_epoch == 5 and int(optimizer.skipped_steps) == 3
 
 
 class NoSync(TorchDispatchMode):

@@ -98,6 +98,7 @@ def test_resume_is_bit_identical(backend, device, make_optimizer, dtype, masters
     run(range(3, 8), *resumed)
     assert same_bits(snapshot(resumed[1]), snapshot(whole[1]))
     assert resumed[2].state_dict() == whole[2].state_dict()
+    assert int(resumed[1].skipped_steps) == int(whole[1].skipped_steps) == 2
     assert all(state.get("master", whole[0]).dtype in (torch.float32, dtype) for state in resumed[1].state.values())
 
 
@@ -188,6 +189,24 @@ def test_hooks_see_and_change_what_is_loaded(backend, device) -> None:
     second.register_load_state_dict_pre_hook(without_state)
     second.load_state_dict(first.state_dict())
     assert seen == [1, 0]
+
+
+def test_the_count_of_skipped_steps_is_kept(backend, device) -> None:
+    """In an entry that torch ignores, and that its checkpoints lack."""
+    p, q = parameter(device, n=7), parameter(device, n=7)
+    optimizer, torchs = AdamW([p], max_grad_norm=1.0), torch.optim.AdamW([q])
+    for value in (math.inf, 1.0, math.nan):
+        set_grad(p, value)
+        optimizer.step()
+    saved = through_a_file(optimizer.state_dict(), map_location="cpu")
+    fresh = AdamW([p])
+    fresh.load_state_dict(saved)
+    count = fresh.skipped_steps
+    assert int(count) == 2 and count.device == p.device and count.dtype == torch.int64
+    torchs.load_state_dict(saved)
+    assert set(torchs.state_dict()) == {"state", "param_groups"}
+    fresh.load_state_dict(torchs.state_dict())
+    assert int(count) == 0 and fresh.skipped_steps is count and int(optimizer.skipped_steps) == 2
 
 
 def test_copies_and_pickles(backend, device, make_optimizer) -> None:

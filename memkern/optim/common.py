@@ -50,12 +50,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             optimizers do. By default they stay as backward left them.
 
     Attributes:
-        skipped_steps: int64 scalar on the first parameter's device: how many steps found_inf made a skip.
+        skipped_steps: int64 scalar on the first parameter's device: how many steps found_inf made a skip, those
+            before a checkpoint included. In ``state_dict()`` beside torch's two entries, where torch ignores it.
         grad_norm: fp32 scalar: the norm of the last step's unscaled gradients before clipping; None
             before a step that had ``max_grad_norm`` or a loss scale to divide by.
     """
 
     _step_supports_amp_scaling = True
+    _skips: Any = None  # of memkern.amp.step_scheduler
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         first = next((p for group in self.param_groups for p in group["params"]), None)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=None if first is None else first.device)
+        self._skipped_before = 0  # what a loaded schedule has been through already
 
     # ---- For each optimizer to say
 
@@ -268,15 +271,28 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # old checkpoints lack some
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
+        if "skipped_steps" in state:  # a copy, not load_state_dict
+            self._count_skips_from_here()
+
+    def _count_skips_from_here(self) -> None:
+        self._skipped_before, self._skips = int(self.skipped_steps), None
+
+    @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """See ``torch.optim.Optimizer``."""
+        return {**super().state_dict(), "skipped_steps": self.skipped_steps}
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer or of torch's of the same name. States keep the dtype they were saved in.
 
+        ``skipped_steps`` becomes what the checkpoint has, 0 with torch's.
+
         Raises:
             ValueError: a state's shape is not its parameter's, or torch's own reasons. Nothing is loaded then.
         """
         load_state_dict(self, super().load_state_dict, state_dict)
+        self._count_skips_from_here()
 
 
 def is_dense(x: Tensor) -> bool:
