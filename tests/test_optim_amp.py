@@ -1,4 +1,26 @@
-"""memkern's optimizers under both GradScalers: the protocol, and each way it is known to go wrong (T1 to T18)."""
+"""memkern's optimizers under both GradScalers: the protocol, and each way it is known to go wrong.
+
+    T1  found_inf of 2, from two GPUs          test_found_inf_is_a_count, and of the ops test_a_skip_changes_no_bit
+    T2  overflow on the first step             test_skip_on_the_very_first_step
+    T3  checkpoint of torch unfused -> fused   test_flags_of_a_checkpoint_choose_nothing
+    T4  checkpoint of torch fused -> unfused   test_flags_of_a_checkpoint_choose_nothing
+    T5  groups that disagree about fused       test_flags_of_groups_choose_nothing
+    T6  an exception inside step               test_an_exception_leaves_no_scale_behind
+    T7  a gradient broken after unscale_       test_a_gradient_broken_after_unscale
+    T8  infinite only once unscaled            test_scales_that_make_a_gradient_infinite, test_finite_after_unscaling
+    T9  a scale backed off to 0                the same two, and test_the_scale_has_a_floor
+    T10 fp16 parameters                        test_half_parameters
+    T11 bf16 parameter, fp32 gradient          test_gradients_of_another_dtype
+    T12 fp32 parameter, bf16 states            test_states_keep_their_dtype
+    T13 states cast when loaded                test_states_keep_their_dtype
+    T14 eps that is 0 in fp16                  test_no_overflow_of_sixteen_bit_arithmetic, test_zero_gradients_and_...
+    T15 bf16 updates below half a unit         test_small_steps_of_bf16_parameters
+    T16 grad_scale set by the user             test_grad_scale_of_the_user
+    T17 no gradients at all                    test_no_gradients_at_all
+    T18 sparse gradients                       test_sparse_gradients
+
+Here, but for those of the ops (test_optim.py), T12 and T13 (test_optim_state.py).
+"""
 
 from __future__ import annotations
 
@@ -24,6 +46,45 @@ def test_scaled_steps_are_unscaled_steps(scaler, device, make_optimizer) -> None
     assert same_bits(snapshot(under_scaler), snapshot(alone))
     assert int(under_scaler.skipped_steps) == 0
     assert not hasattr(under_scaler, "grad_scale") and not hasattr(under_scaler, "found_inf")
+
+
+def test_unscale_clip_step(scaler, device, make_optimizer) -> None:
+    """torch's own way of clipping: unscale_, clip_grad_norm_, step."""
+    params, twins = ([parameter(device), parameter(device, 2.0, 3)] for _ in range(2))
+    under_scaler, alone = make_optimizer(params), make_optimizer(twins)
+    for value in (0.5, 3.0, math.inf, 7.0):
+        for p, twin in zip(params, twins, strict=True):
+            set_grad(p, value * scaler.get_scale())
+            set_grad(twin, value)
+        scaler.unscale_(under_scaler)
+        torch.nn.utils.clip_grad_norm_(params, 2.0)
+        scaler.step(under_scaler)
+        scaler.update()
+        if value != math.inf:
+            torch.nn.utils.clip_grad_norm_(twins, 2.0)
+            alone.step()
+    assert same_bits(snapshot(under_scaler), snapshot(alone))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_16_bit_models_train_with_masters(backend, device, dtype) -> None:
+    """As the same model in fp32 does."""
+    losses = []
+    for own in (torch.float32, dtype):
+        torch.manual_seed(0)
+        x = torch.randn(16, 8, device=device)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).to(device, own)
+        optimizer = AdamW(model.parameters(), lr=1e-2, master_weights=torch.float32, max_grad_norm=1.0)
+        scaler = memkern.amp.GradScaler(device, init_scale=2.0**20)  # overflows at first
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss = (model(x.to(own)).float() - x[:, :4].sin()).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        losses.append(float(loss.detach()))
+        assert int(optimizer.skipped_steps) > 0 or own != torch.float16
+    assert losses[1] == pytest.approx(losses[0], rel=0.15) and losses[0] < 0.2
 
 
 @pytest.mark.parametrize("bad", (math.inf, -math.inf, math.nan))
