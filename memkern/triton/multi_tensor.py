@@ -7,6 +7,7 @@ tensor.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 
@@ -84,7 +85,7 @@ def bits(value: float) -> int:
 
 def aligned(size: int, addresses: Sequence[int]) -> bool:
     """What ``ALIGNED`` says: that all elements can be moved 16 bytes at a time."""
-    return all(number % 16 == 0 for number in (size, *addresses))
+    return math.gcd(size, *addresses) % 16 == 0
 
 
 def table_of(like: Tensor, shared: Sequence[int], rows: Sequence[tuple[int, Sequence[int]]]) -> tuple[Tensor, int]:

@@ -172,8 +172,10 @@ def advance_kernel(table, count, BLOCK: tl.constexpr):
 # ---- Ops
 
 
-def _address(name: str, x: Tensor, like: Tensor) -> int:
-    """The address of a tensor that lies in memory as ``like`` does."""
+def _address(name: str, x: Tensor | None, like: Tensor) -> int:
+    """The address of a tensor that lies in memory as ``like`` does; 0 for None."""
+    if x is None:
+        return 0
     if x.shape != like.shape or x.device != like.device or not same_order(x, like):
         raise ValueError(f"{name}: needs the shape, strides and device of its parameter")
     if x.dtype not in TYPES:
@@ -236,20 +238,26 @@ def _step(
     masters: list[Tensor], steps: list[Tensor], shared: list[int], write_grads: bool,
 ) -> None:  # fmt: skip
     """Run the algorithm's two functions over all tensors; LAMB's, after a pass for its norms."""
+    given_lists = [("grads", grads), *(("states", state) for state in states)]
+    given_lists += [(name, tensors) for name, tensors in (("masters", masters), ("steps", steps)) if tensors]
+    for name, tensors in given_lists:
+        if len(tensors) != len(params):
+            raise ValueError(f"{name}: got {len(tensors)} tensors, needs one for each of {len(params)} params")
     like = params[0]
-    scalars, update = algorithm
     groups = defaultdict(list)
-    for k, (param, grad) in enumerate(zip(params, grads, strict=True)):
+    for k, param in enumerate(params):
         if param.numel() == 0:
             continue
         if not is_dense(param):
-            raise ValueError("params: needs elements that fill one stretch of memory")
-        lists = [masters[k] if masters else param, grad, param if masters else None, *(state[k] for state in states)]
-        lists += [None] * (6 - len(lists))
-        addresses = [0 if x is None else _address("params, grads, states and masters", x, param) for x in lists]
+            raise ValueError(f"params[{k}]: needs elements that fill one stretch of memory")
+        weight, copy = (masters[k], param) if masters else (param, None)
+        lists = [weight, grads[k], copy, *(state[k] for state in states), *[None] * (3 - len(states))]
+        names = ("masters", "grads", "params", *["states"] * 3)
+        addresses = [_address(name, x, param) for name, x in zip(names, lists, strict=True)]
         dtypes = tuple(None if x is None else TYPES[x.dtype] for x in lists)
         step = _scalar("steps", steps[k], like) if steps else 0
         groups[dtypes, aligned(param.numel(), addresses)].append((param.numel(), [step, 0, *addresses]))
+    scalars, update = algorithm
     for (dtypes, is_aligned), rows in groups.items():
         meta = {"DTYPES": dtypes, "ALIGNED": is_aligned, "BLOCK": BLOCK}
         if algorithm is LAMB:
