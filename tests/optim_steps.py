@@ -13,7 +13,7 @@ from torch import Tensor
 from memkern import backends, ops
 from tests.ulp import spacing
 
-SIZES = (1, 0, 3, 4099, 17, 0)  # a chunk of the kernels and a bit, and empty ones at the end too
+SIZES = (1, 0, 3, 4099, 48, 17, 0)  # odd and whole vectors, a block of the CPU's and a bit, empty ones at the end too
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
