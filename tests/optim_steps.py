@@ -131,7 +131,8 @@ class Tensors:
         grads = normal(dtypes.grad, scale)
         states = [normal(dtypes.state, 0.5) for _ in range(algorithm.states)]
         if algorithm.op != "sgd_step":
-            states[1:] = [[(s.float() ** 2).to(s.dtype) for s in some] for some in states[1:]]
+            # Squares; nearer to 0, the rounding of a gradient counts for more in a step than check_step allows.
+            states[1:] = [[(s.float() ** 2 + 0.01).to(s.dtype) for s in some] for some in states[1:]]
         steps = [torch.tensor(step + i % 2, device=device) for i in range(len(sizes))] if algorithm.counts else []
         return cls(params, grads, states, masters, steps)
 

@@ -60,8 +60,6 @@ def test_first_step(backend: str, device: str, algorithm: Algorithm) -> None:
 def test_several_chunks(backend: str, device: str, algorithm: Algorithm, dtypes: Dtypes) -> None:
     """Of 8192 elements on a GPU, 16384 on the CPU. LAMB's norms are over all of them."""
     t = Tensors.random(algorithm, dtypes, device, sizes=(5, 40_001, 32_768))
-    for square in sum(t.states[1:], []):
-        square += 0.01  # where it is near 0, the rounding of a gradient counts for more than the test allows
     check_step(backend, device, algorithm, dtypes, t)
 
 

@@ -102,6 +102,22 @@ def test_a_gradient_on_another_device(make_optimizer) -> None:
     assert same_bits(before, snapshot(optimizer))
 
 
+@pytest.mark.parametrize("bad", (torch.zeros(4), torch.zeros(9)[::2], torch.zeros(5, device="meta")), ids=str)
+def test_a_state_that_does_not_fit(backend, device, bad) -> None:
+    """Set by hand: load_state_dict checks and moves."""
+    a, b = parameter(device), parameter(device)
+    optimizer = optim.AdamW([("a", a), ("b", b)])
+    set_grad(a, 1.0)
+    set_grad(b, 1.0)
+    optimizer.step()
+    before, kept = snapshot(optimizer), optimizer.state[b]["exp_avg_sq"]
+    optimizer.state[b]["exp_avg_sq"] = bad if bad.is_meta else bad.to(device)
+    with pytest.raises(ValueError, match=r"state 'exp_avg_sq' of parameter 'b': got shape \(.\,\), strides \(.,\) on"):
+        optimizer.step()
+    optimizer.state[b]["exp_avg_sq"] = kept
+    assert same_bits(before, snapshot(optimizer))
+
+
 def test_the_ops_check_their_lists(backend, device) -> None:
     if backend == "reference":
         pytest.skip("reference does not walk memory by itself")

@@ -240,12 +240,24 @@ class FusedOptimizer(torch.optim.Optimizer):
             batch.params.append(param)
             batch.grads.append(grad)
             for tensors, name in zip(batch.states, self._state_names(group), strict=True):
-                tensors.append(local(state[name]))
+                tensors.append(self._beside(p, param, name))
             if "master" in state:
-                batch.masters.append(local(state["master"]))
+                batch.masters.append(self._beside(p, param, "master"))
             if self._counts_steps(group):
                 batch.steps.append(state["step"])
         return list(batches.values()), copies
+
+    def _beside(self, p: Tensor, param: Tensor, key: str) -> Tensor:
+        """That state of ``p``, which must lie in memory as ``param`` does."""
+        state = local(self.state[p][key])
+        if state.shape != param.shape or state.device != param.device or not ops.same_order(state, param):
+            groups = enumerate(self.param_groups)
+            name = next(name_of(g, number, i) for number, g in groups for i, q in enumerate(g["params"]) if q is p)
+            raise ValueError(
+                f"state {key!r} of {name}: got shape {tuple(state.shape)}, strides {state.stride()} on {state.device}, "
+                f"needs {tuple(param.shape)}, {param.stride()} on {param.device}"
+            )
+        return state
 
     def _advance(self, batches: list[Batch], found_inf: Tensor | None) -> None:
         """Count the step, for every parameter in it, or the skip."""

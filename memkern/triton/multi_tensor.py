@@ -73,9 +73,9 @@ def number(place):
 @triton.jit
 def given(place, otherwise):
     """The fp32 number whose address the table has at that place, as fp64; ``otherwise`` where it was not given."""
-    exists = tl.load(place) != 0
-    value = tl.load(pointer(place, tl.float32), mask=exists, other=0.0)
-    return tl.where(exists, value.to(tl.float64), otherwise)
+    address = tl.load(place)
+    value = tl.load(address.to(tl.pointer_type(tl.float32)), mask=address != 0, other=0.0)
+    return tl.where(address != 0, value.to(tl.float64), otherwise)
 
 
 def bits(value: float) -> int:
