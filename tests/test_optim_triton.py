@@ -27,46 +27,47 @@ def without_the_interpreter(code: str) -> list[str]:
 
 
 COMPILE = """
-import triton
-import triton.language as tl
+import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 from memkern.triton import optim
-from memkern.triton.optim_formulas import ADAM, AMSGRAD, LAMB, LION, MOMENTUM, SGD
+from tests.optim_steps import ALGORITHMS, DTYPES, Tensors
 
-ARGUMENTS = {"table": "*i64", "sums": "*fp64", "ratios": "*fp32", "result": "*fp32", "count": "i32"}
-F32, MIXED = (tl.float32,) * 6, (tl.float32, tl.bfloat16, tl.float16, tl.bfloat16, tl.float16, tl.float32)
+class Driver:  # a GPU as far as compiling for it goes
+    def get_current_target(self):
+        return GPUTarget("cuda", capability, 32)
+    def get_current_device(self):
+        return capability
+    def get_current_stream(self, device):
+        return 0
 
-def show(name, capability, variant="", **constants):
-    kernel = getattr(optim, name)
-    signature = {argument: ARGUMENTS.get(argument, "constexpr") for argument in kernel.arg_names}
-    constants |= {"BLOCK": optim.BLOCK}
-    source = ASTSource(kernel, signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    assert len(compiled.asm["cubin"]) > 0
-    print(capability, name, variant, "vectors" if "ld.global.v4" in compiled.asm["ptx"] else "elements")
+def compiled(kernel, grid, x, *arguments, **meta):
+    assembly = kernel.warmup(*arguments, grid=grid, **meta).asm
+    assert len(assembly["cubin"]) > 0
+    aligned = "aligned" if meta.get("ALIGNED") else ""
+    print(capability, kernel.fn.__name__, aligned, "vectors" if "ld.global.v4" in assembly["ptx"] else "elements")
 
+optim.launch = compiled
+driver.set_active(Driver())
+one = torch.ones(())
 for capability in (80, 90):
-    for name in ("finish_check_kernel", "advance_kernel", "lamb_ratio_kernel"):
-        show(name, capability)
-    for aligned in (True, False):
-        for dtype in (tl.float16, tl.bfloat16, tl.float32):
-            show("square_sum_kernel", capability, f"{aligned}", DTYPE=dtype, ALIGNED=aligned)
-        for dtypes in (F32, MIXED):
-            show("lamb_norm_kernel", capability, f"{aligned}", DTYPES=dtypes, ALIGNED=aligned)
-            for pair, states in ((SGD, 0), (MOMENTUM, 1), (LION, 1), (ADAM, 2), (LAMB, 2), (AMSGRAD, 3)):
-                used = dtypes[:3 + states]
-                show("step_kernel", capability, f"{aligned}", SCALARS=pair[0], UPDATE=pair[1], WRITE=True,
-                     DTYPES=used + (None,) * (6 - len(used)), ALIGNED=aligned)
+    optim.advance([one], None, one)
+    for algorithm in ALGORITHMS.values():
+        for dtypes in (DTYPES[0], DTYPES[5], DTYPES[7]):
+            t = Tensors.random(algorithm, dtypes, "cpu", sizes=(16, 5))
+            optim.check_and_norm(t.grads, one, 1.0)
+            optim.IMPLEMENTATIONS[algorithm.op](*t.arguments(algorithm, True, True, None, grad_scale=one))
 """
 
 
 def test_kernels_compile_for_sm_80_and_sm_90() -> None:
-    """Aligned tensors are read 16 bytes at a time."""
-    lines = without_the_interpreter(COMPILE)
-    assert len(lines) == 2 * (3 + 2 * (3 + 2 * 7))
-    assert all(line.endswith("vectors") for line in lines if "True" in line)
-    assert not any(line.endswith("vectors") for line in lines if "False" in line)
+    """As the ops launch them. Where all is aligned, 16 bytes are read at a time."""
+    lines = [line.split() for line in without_the_interpreter(COMPILE)]
+    kernels = {"square_sum", "finish_check", "advance", "step", "lamb_norm", "lamb_ratio"}
+    for capability in ("80", "90"):
+        assert {line[1] for line in lines if line[0] == capability} == {f"{name}_kernel" for name in kernels}
+    assert {line[-1] for line in lines if "aligned" in line} == {"vectors"}
+    assert {line[-1] for line in lines if "aligned" not in line} == {"elements"}
 
 
 def test_ops_register_without_the_interpreter() -> None:

@@ -61,8 +61,12 @@ def in_order_of(x: Tensor, y: Tensor, name: str) -> Tensor:
     return y if y.stride() == x.stride() else torch.empty_like(x).copy_(y)
 
 
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
+    """Makes the device of ``x`` current, where it is not the CPU."""
+    return contextlib.nullcontext() if x.device.type == "cpu" else torch.get_device_module(x.device).device(x.device)
+
+
 def launch(kernel, grid: tuple[int, ...], x: Tensor, *arguments, **meta) -> None:
     """Start ``kernel`` on the device of ``x``."""
-    device = torch.get_device_module(x.device).device(x.device) if x.device.type != "cpu" else contextlib.nullcontext()
-    with device:
+    with on_device_of(x):
         wrap_triton(kernel)[grid](*arguments, **meta)

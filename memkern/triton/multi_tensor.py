@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memkern.backends import interpreting
+from memkern.triton.common import on_device_of
 
 BLOCK = 1024  # elements at a time
 CHUNK = tl.constexpr(8 * BLOCK)  # elements of a program
@@ -117,3 +118,9 @@ def on_device(like: Tensor, entries: list[int]) -> Tensor:
     if like.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the Triton optimizers cannot be captured in a CUDA graph; backend 'cuda' can")
     return torch.tensor(entries, pin_memory=True).to(like.device, non_blocking=True)
+
+
+def launch(kernel, grid: tuple[int, ...], x: Tensor, *arguments, **meta) -> None:
+    """Start ``kernel`` on the device of ``x``; not wrapped for tracing, which it would not survive."""
+    with on_device_of(x):
+        kernel[grid](*arguments, **meta)

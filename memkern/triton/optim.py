@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memkern.ops import same_order
-from memkern.triton.common import dense, is_dense, launch, rounded, widened
+from memkern.triton.common import dense, is_dense, rounded, widened
 from memkern.triton.multi_tensor import (
     BLOCK,
     END,
@@ -20,6 +20,7 @@ from memkern.triton.multi_tensor import (
     aligned,
     bits,
     given,
+    launch,
     number,
     on_device,
     pointer,
