@@ -208,6 +208,8 @@ def check_and_norm(grads: list[Tensor], grad_scale: Tensor | None, max_norm: flo
     groups = defaultdict(list)
     kept = [dense(grad) for grad in grads if grad.numel() > 0]
     for grad in kept:
+        if grad.device != like.device:
+            raise ValueError(f"grads: got one on {grad.device}, needs all on {like.device}")
         row = grad.numel(), [_address("grads", grad, grad)]
         groups[grad.dtype, aligned(*row)].append(row)
     shared = _shared(like, None, grad_scale, None, None, 0.0, False, max_norm)
@@ -249,8 +251,8 @@ def _step(
     for k, param in enumerate(params):
         if param.numel() == 0:
             continue
-        if not is_dense(param):
-            raise ValueError(f"params[{k}]: needs elements that fill one stretch of memory")
+        if param.device != like.device or not is_dense(param):
+            raise ValueError(f"params[{k}]: needs elements that fill one stretch of memory on {like.device}")
         weight, copy = (masters[k], param) if masters else (param, None)
         lists = [weight, grads[k], copy, *(state[k] for state in states), *[None] * (3 - len(states))]
         names = ("masters", "grads", "params", *["states"] * 3)
