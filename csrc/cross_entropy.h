@@ -9,10 +9,7 @@
 // where the second form, with p_c - 1 from expm1, keeps its precision at p_c near 1.
 #pragma once
 
-#include <limits>
-
-#include "math.h"
-#include "tensor.h"
+#include "softmax.h"
 
 namespace memkern {
 
@@ -31,9 +28,8 @@ inline void check_logits(const Tensor& logits) {
 
 // value: the shape of logits, on their device.
 inline void check_classes(const Tensor& logits, const Tensor& value, const char* name) {
-  STD_TORCH_CHECK(value.dim() == 2 && value.size(0) == logits.size(0) && value.size(1) == logits.size(1) &&
-                      value.get_device_index() == logits.get_device_index(),
-                  name, ": needs the shape and device of logits, (", logits.size(0), ", ", logits.size(1), ")");
+  STD_TORCH_CHECK(same_shape(value, logits) && on_one_device(value, logits), name,
+                  ": needs the shape and device of logits, (", logits.size(0), ", ", logits.size(1), ")");
 }
 
 // Whether target holds probabilities, not the index of a class.
@@ -47,12 +43,11 @@ inline void check_cross_entropy(const Tensor& logits, const Tensor& target, cons
     STD_TORCH_CHECK(target.scalar_type() == logits.scalar_type() || target.scalar_type() == ScalarType::Float,
                     "target: needs int64 indices, or probabilities in float32 or the dtype of logits");
   } else {
-    STD_TORCH_CHECK(target.dim() == 1 && target.size(0) == logits.size(0) &&
-                        target.get_device_index() == logits.get_device_index(),
+    STD_TORCH_CHECK(target.dim() == 1 && target.size(0) == logits.size(0) && on_one_device(target, logits),
                     "target: needs ", logits.size(0), " indices on the device of logits, one a row");
   }
   STD_TORCH_CHECK(!weight || (weight->numel() == logits.size(1) && weight->scalar_type() == ScalarType::Float &&
-                              weight->get_device_index() == logits.get_device_index()),
+                              on_one_device(*weight, logits)),
                   "weight: needs ", logits.size(1), " elements in float32 on the device of logits");
   STD_TORCH_CHECK(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing: got ", label_smoothing,
                   ", needs 0 to 1");
@@ -70,16 +65,12 @@ inline void check_distillation(const Tensor& logits, const Tensor& teacher, doub
 // A number a row, in the dtype that logits are computed in.
 inline Tensor row_values(const Tensor& logits, const Tensor& value, const char* name) {
   STD_TORCH_CHECK(value.dim() == 1 && value.size(0) == logits.size(0) &&
-                      value.scalar_type() == statistics_dtype(logits) &&
-                      value.get_device_index() == logits.get_device_index(),
+                      value.scalar_type() == statistics_dtype(logits) && on_one_device(value, logits),
                   name, ": needs ", logits.size(0), " elements of the dtype that logits are computed in, one a row");
   return torch::stable::contiguous(value);
 }
 
 // ---- exponentials ---------------------------------------------------------
-
-template <class A>
-constexpr A kInfinity = std::numeric_limits<A>::infinity();
 
 template <class A>
 struct Exponential {
@@ -171,31 +162,25 @@ MK_HD A distillation_grad(A x, A lse, A teacher, A teacher_lse, A inverse_temper
 
 // ---- rows -----------------------------------------------------------------
 
-// What differences to `max` are taken from: a row that has had only -inf so far has no place yet, and any will do.
-template <class A>
-MK_HD A base_of(A max) {
-  return max == -kInfinity<A> ? A(0) : max;
-}
-
 // Sums over some classes of a row, or all. max must be at least every s that is added.
 template <class A>
 struct CrossEntropySums {
-  A max = -kInfinity<A>;
+  A max = -A(INFINITY);
   A sum = 0;                   // of exp(s - max)
   A weight = 0, distance = 0;  // of share, of share (max - s)
 
   // Lets max grow to `next`, where that is more.
   MK_HD void raise(A next) {
-    if (next < max) next = max;
-    const A base = base_of(next);
-    sum *= exp_minus(base - max).value;
-    distance += weight * (base - base_of(max));
+    next = larger(next, max);
+    const A shift = shift_of(next);
+    sum *= exp_minus(shift - max).value;
+    distance += weight * (shift - shift_of(max));
     max = next;
   }
   // A share of 0 adds nothing, even where s is -inf.
   MK_HD void add_share(A share, A s) {
     weight += share;
-    distance += share != 0 ? share * (base_of(max) - s) : A(0);
+    distance += share != 0 ? share * (shift_of(max) - s) : A(0);
   }
   MK_HD A lse() const { return max + std::log(sum); }
   MK_HD A loss(A z_loss) const {
@@ -207,19 +192,19 @@ struct CrossEntropySums {
 //   KL = sum_c q_c (log q_c - log p_c) = cross / teacher_sum - log teacher_sum + log sum
 template <class A>
 struct DistillationSums {
-  A max = -kInfinity<A>, teacher_max = -kInfinity<A>;
+  A max = -A(INFINITY), teacher_max = -A(INFINITY);
   A sum = 0, teacher_sum = 0;  // of exp((x - max) / temperature), of exp((y - teacher_max) / temperature)
   A cross = 0;                 // of that second term, times ((y - teacher_max) - (x - max)) / temperature
 
   MK_HD void raise(A next, A teacher_next, A inverse_temperature) {
-    if (next < max) next = max;
-    if (teacher_next < teacher_max) teacher_next = teacher_max;
-    const A base = base_of(next), teacher_base = base_of(teacher_next);
-    const A moved = ((base - base_of(max)) - (teacher_base - base_of(teacher_max))) * inverse_temperature;
-    const A factor = exp_minus((teacher_base - teacher_max) * inverse_temperature).value;
+    next = larger(next, max);
+    teacher_next = larger(teacher_next, teacher_max);
+    const A shift = shift_of(next), teacher_shift = shift_of(teacher_next);
+    const A moved = ((shift - shift_of(max)) - (teacher_shift - shift_of(teacher_max))) * inverse_temperature;
+    const A factor = exp_minus((teacher_shift - teacher_max) * inverse_temperature).value;
     cross = factor > 0 ? (cross + teacher_sum * moved) * factor : A(0);  // cross may be infinite
     teacher_sum *= factor;
-    sum *= exp_minus((base - max) * inverse_temperature).value;
+    sum *= exp_minus((shift - max) * inverse_temperature).value;
     max = next;
     teacher_max = teacher_next;
   }

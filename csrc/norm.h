@@ -13,10 +13,8 @@ inline int64_t norm_rows(const Tensor& x, int64_t columns) {
 
 // value, which has x's shape, dtype and device, with its rows one after the other.
 inline Tensor in_rows(const Tensor& x, const Tensor& value, const char* name) {
-  bool same = value.dim() == x.dim() && value.scalar_type() == x.scalar_type() &&
-              value.get_device_index() == x.get_device_index();
-  for (int64_t d = 0; same && d < x.dim(); ++d) same = value.size(d) == x.size(d);
-  STD_TORCH_CHECK(same, name, ": needs the shape, dtype and device of x");
+  STD_TORCH_CHECK(same_shape(x, value) && value.scalar_type() == x.scalar_type() && on_one_device(x, value), name,
+                  ": needs the shape, dtype and device of x");
   return torch::stable::contiguous(value);
 }
 inline MaybeTensor in_rows(const Tensor& x, const MaybeTensor& value, const char* name) {

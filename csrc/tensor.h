@@ -75,6 +75,14 @@ inline Tensor in_order_of(const Tensor& x, const Tensor& y, const char* name) {
   return same_strides ? y : copied_into(new_like(x), y);
 }
 
+inline bool same_shape(const Tensor& x, const Tensor& y) {
+  bool same = x.dim() == y.dim();
+  for (int64_t d = 0; same && d < x.dim(); ++d) same = x.size(d) == y.size(d);
+  return same;
+}
+
+inline bool on_one_device(const Tensor& x, const Tensor& y) { return x.get_device_index() == y.get_device_index(); }
+
 // The dtype of arithmetic, and of what is saved of a row.
 inline ScalarType statistics_dtype(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
