@@ -96,6 +96,40 @@ __device__ __forceinline__ Pack<T, N> pack(const acc_t<T> (&in)[N]) {
   return packed;
 }
 
+// V values are moved this many at a time.
+template <class T, int V>
+constexpr int kAccess = V * sizeof(T) > 16 ? int(16 / sizeof(T)) : V;
+
+// V neighbouring values, in as few accesses as there can be.
+template <int V, class T>
+__device__ __forceinline__ void load_values(const T* from, acc_t<T> (&out)[V]) {
+  constexpr int N = kAccess<T, V>;
+#pragma unroll
+  for (int i = 0; i < V; i += N) {
+    acc_t<T> part[N];
+    unpack(load<T, N>(from + i), part);
+#pragma unroll
+    for (int j = 0; j < N; ++j) out[i + j] = part[j];
+  }
+}
+
+template <int V, class A>
+__device__ __forceinline__ void store_values(A* to, const A (&values)[V]) {
+  constexpr int N = kAccess<A, V>;
+#pragma unroll
+  for (int i = 0; i < V; i += N) {
+    Pack<A, N> part;
+#pragma unroll
+    for (int j = 0; j < N; ++j) part.value[j] = values[i + j];
+    store(to + i, part);
+  }
+}
+
+template <class A>
+__device__ __forceinline__ void store_one(A* to, A value) {
+  store(to, Pack<A, 1>{{value}});
+}
+
 // Calls body(type tag) for the CUDA storage type of dtype.
 template <class Body>
 void for_dtype(ScalarType dtype, Body body) {
