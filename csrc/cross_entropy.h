@@ -208,6 +208,12 @@ struct DistillationSums {
     max = next;
     teacher_max = teacher_next;
   }
+  // d = (x - max) / temperature and exp(d), and the same of the teacher. A teacher's probability of 0 adds nothing.
+  MK_HD void add(A d, A e, A teacher_d, A teacher_e) {
+    sum += e;
+    teacher_sum += teacher_e;
+    cross += teacher_e > 0 ? teacher_e * (teacher_d - d) : A(0);
+  }
   MK_HD A lse(A inverse_temperature) const { return max * inverse_temperature + std::log(sum); }
   MK_HD A teacher_lse(A inverse_temperature) const { return teacher_max * inverse_temperature + std::log(teacher_sum); }
   MK_HD A loss() const { return cross / teacher_sum - std::log(teacher_sum) + std::log(sum); }

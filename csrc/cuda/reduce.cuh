@@ -4,10 +4,14 @@
 #include <cuda_runtime.h>
 
 #include <cmath>
+#include <cstdint>
 
 namespace memkern {
 
 constexpr int kMaxRowThreads = 512;
+
+// Dynamic shared memory of a kernel: with RowSum's slots below the 48 KB that need no asking for.
+constexpr int64_t kSharedBytes = 40 << 10;
 
 // A row is shared by `threads` neighbouring threads: a power of two within a warp, or several warps. Every
 // thread of the block must call, since the warps of a row meet at a block barrier. Two sets of slots take

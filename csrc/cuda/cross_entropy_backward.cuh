@@ -1,0 +1,143 @@
+// Cross-entropy on CUDA, backward: logits are read once and their gradient written once, over them where asked.
+#pragma once
+
+#include "cross_entropy.cuh"
+
+namespace memkern {
+namespace {
+
+template <class T>
+struct Backward {
+  Rows<const T> logits;
+  Target<T> target;
+  const acc_t<T> *dloss, *lse;
+  Rows<T> dlogits;  // may be the logits
+  int64_t rows, classes;
+  acc_t<T> z_loss, softcap;
+  int threads;        // a row
+  int64_t room;       // for the shares of a row in shared memory; 0: they are looked up twice
+};
+
+// Shares before and after the first pack of a row have their places around those of packs, which are aligned.
+constexpr int kShareEdge = 16;
+
+// Gradients of one pack of s: g[i] = p_i total - even, but for the index, which is `at` places on.
+template <class T, int N>
+__device__ __forceinline__ void index_grads(const acc_t<T> (&s)[N], acc_t<T> lse, acc_t<T> total, acc_t<T> even,
+                                            acc_t<T> index_share, int64_t at, acc_t<T> (&g)[N]) {
+  using A = acc_t<T>;
+#pragma unroll
+  for (int i = 0; i < N; ++i) g[i] = probability<T>(s[i], lse) * total - even;
+  if (at < 0 || at >= N) return;
+  A index_logit = s[0];
+#pragma unroll
+  for (int i = 1; i < N; ++i) index_logit = i == at ? s[i] : index_logit;
+  const A index_grad = cross_entropy_grad<T>(index_logit, lse, index_share, total);
+#pragma unroll
+  for (int i = 0; i < N; ++i) g[i] = i == at ? index_grad : g[i];
+}
+
+template <class T, int V, bool By_class>
+__global__ void __launch_bounds__(kMaxRowThreads, 2) backward_kernel(const Backward<T> a) {
+  using A = acc_t<T>;
+  __shared__ typename RowSum<A>::Slots slots;
+  RowSum<A> row_sum(slots, a.threads);
+  const int thread = threadIdx.x % a.threads, group = threadIdx.x / a.threads;
+  const int64_t row = int64_t(blockIdx.x) * (blockDim.x / a.threads) + group;
+  const int64_t classes = row < a.rows ? a.classes : 0;
+  const T* logits = a.logits[row];
+  T* dlogits = a.dlogits[row];
+  const Walk<V> walk(logits, classes, thread, a.threads);
+
+  RowTarget<T> target{};
+  A dloss[1] = {0}, lse[1] = {0};
+  if (row < a.rows) {
+    target = a.target.of(row, classes);
+    load_values(a.dloss + row, dloss);
+    load_values(a.lse + row, lse);
+  }
+  const Shares<A>& shares = a.target.shares;
+  const A factor = target.invalid ? A(NAN) : dloss[0];
+
+  A* held = By_class && a.room > 0 ? dynamic_shared<A>() + group * a.room + kShareEdge - walk.head : nullptr;
+  A weight[1] = {0}, index_share = 0;
+  if (By_class) {
+    walk.template batches<2>([&](auto batch) {
+#pragma unroll
+      for (int p = 0; p < batch.P; ++p) {
+        if (!batch.has(p)) continue;
+        A share[batch.N];
+        target.at(batch.at(p), share);
+#pragma unroll
+        for (const A one : share) weight[0] += one;
+        if (held) store_values(held + batch.at(p), share);
+      }
+    });
+    row_sum(weight);
+  } else {
+    index_share = target.index_weight() * shares.sharp;
+    weight[0] = index_share + shares.even * A(a.classes);
+    index_share += shares.even;
+  }
+  const A total = weight[0] + 2 * a.z_loss * lse[0];
+
+  walk.template batches<By_class ? 2 : 4>([&](auto batch) {
+    constexpr int N = batch.N, P = batch.P;
+    A s[P][N], share[P][N];
+    if (!target.ignored) load_batch(batch, logits, A(0), s);
+    if (By_class)
+#pragma unroll
+      for (int p = 0; p < P; ++p) {
+        if (!batch.has(p)) continue;
+        if (held)
+          load_values(held + batch.at(p), share[p]);
+        else
+          target.at(batch.at(p), share[p]);
+      }
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+      if (!batch.has(p)) continue;
+      A g[N] = {};
+      if (!target.ignored) {
+        A slope[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) slope[i] = factor;
+        if (a.softcap != 0)
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            const Capped<A> s_capped = capped(s[p][i], a.softcap);
+            s[p][i] = s_capped.value;
+            slope[i] *= s_capped.slope;
+          }
+        if (By_class)
+#pragma unroll
+          for (int i = 0; i < N; ++i) g[i] = cross_entropy_grad<T>(s[p][i], lse[0], share[p][i], total);
+        else
+          index_grads<T>(s[p], lse[0], total, shares.even, index_share, target.index - batch.at(p), g);
+#pragma unroll
+        for (int i = 0; i < N; ++i) g[i] *= slope[i];
+      }
+      store(dlogits + batch.at(p), pack<T, N>(g));
+    }
+  });
+}
+
+template <class T>
+void run_backward(Backward<T> a, cudaStream_t stream) {
+  if (a.rows == 0 || a.classes == 0) return;
+  const bool wide = a.target.is_alike(a.logits) && alike(a.logits, a.dlogits, kWidest<T>);
+  const RowShare share = row_share(a.classes, wide, kWidest<T>);
+  const bool by_class = a.target.is_by_class();
+  a.threads = share.threads;
+  a.room = (a.classes + kShareEdge + 3) / 4 * 4;
+  int64_t bytes = by_class ? share.groups * a.room * sizeof(acc_t<T>) : 0;
+  if (bytes > kSharedBytes) a.room = bytes = 0;
+  for_access<T>(share.wide, [&](auto access) {
+    constexpr int V = decltype(access)::value;
+    launch(by_class ? backward_kernel<T, V, true> : backward_kernel<T, V, false>, share.blocks(a.rows), share.block(),
+           bytes, stream, a);
+  });
+}
+
+}  // namespace
+}  // namespace memkern

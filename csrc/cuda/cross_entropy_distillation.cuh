@@ -1,0 +1,112 @@
+// Distillation on CUDA: forward reads both rows once; backward reads them once and writes the gradient once.
+#pragma once
+
+#include "cross_entropy.cuh"
+
+namespace memkern {
+namespace {
+
+template <class T>
+struct Distillation {
+  Rows<const T> logits, teacher;
+  acc_t<T> *loss, *lse, *teacher_lse;                 // written by forward
+  const acc_t<T> *dloss, *saved_lse, *saved_teacher;  // read by backward
+  Rows<T> dlogits;
+  int64_t rows, classes;
+  acc_t<T> inverse_temperature;
+  int threads;  // a row
+};
+
+template <class T, int V>
+__global__ void __launch_bounds__(kMaxRowThreads, 2) distillation_forward_kernel(const Distillation<T> a) {
+  using A = acc_t<T>;
+  __shared__ typename RowSum<A>::Slots slots;
+  RowSum<A> row_sum(slots, a.threads);
+  const int thread = threadIdx.x % a.threads;
+  const int64_t row = int64_t(blockIdx.x) * (blockDim.x / a.threads) + threadIdx.x / a.threads;
+  const int64_t classes = row < a.rows ? a.classes : 0;
+  const T *logits = a.logits[row], *teacher = a.teacher[row];
+  const A inverse = a.inverse_temperature;
+
+  DistillationSums<A> sums;
+  Walk<V>(logits, classes, thread, a.threads).template batches<2>([&](auto batch) {
+    constexpr int N = batch.N, P = batch.P;
+    A x[P][N], y[P][N];
+    load_batch(batch, logits, -A(INFINITY), x);
+    load_batch(batch, teacher, -A(INFINITY), y);
+    A most = x[0][0], teacher_most = y[0][0];
+#pragma unroll
+    for (int p = 0; p < P; ++p)
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        most = larger(most, x[p][i]);
+        teacher_most = larger(teacher_most, y[p][i]);
+      }
+    sums.raise(most, teacher_most, inverse);
+    const A shift = shift_of(sums.max), teacher_shift = shift_of(sums.teacher_max);
+#pragma unroll
+    for (int p = 0; p < P; ++p)
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const A d = (x[p][i] - shift) * inverse, teacher_d = (y[p][i] - teacher_shift) * inverse;
+        sums.add(d, exponential<T>(d), teacher_d, exponential<T>(teacher_d));
+      }
+  });
+
+  A max[2] = {sums.max, sums.teacher_max};
+  row_sum.max(max);
+  sums.raise(max[0], max[1], inverse);
+  A totals[3] = {sums.sum, sums.teacher_sum, sums.cross};
+  row_sum(totals);
+  if (row >= a.rows || thread != 0) return;
+  sums.sum = totals[0];
+  sums.teacher_sum = totals[1];
+  sums.cross = totals[2];
+  store_one(a.loss + row, sums.loss());
+  store_one(a.lse + row, sums.lse(inverse));
+  store_one(a.teacher_lse + row, sums.teacher_lse(inverse));
+}
+
+template <class T, int V>
+__global__ void __launch_bounds__(kMaxRowThreads, 2) distillation_backward_kernel(const Distillation<T> a) {
+  using A = acc_t<T>;
+  const int64_t row = int64_t(blockIdx.x) * (blockDim.x / a.threads) + threadIdx.x / a.threads;
+  if (row >= a.rows) return;
+  const T *logits = a.logits[row], *teacher = a.teacher[row];
+  T* dlogits = a.dlogits[row];
+  A dloss[1], lse[1], teacher_lse[1];
+  load_values(a.dloss + row, dloss);
+  load_values(a.saved_lse + row, lse);
+  load_values(a.saved_teacher + row, teacher_lse);
+  const A factor = dloss[0] * a.inverse_temperature;
+  Walk<V>(logits, a.classes, threadIdx.x % a.threads, a.threads).template batches<2>([&](auto batch) {
+    constexpr int N = batch.N, P = batch.P;
+    A x[P][N], y[P][N];
+    load_batch(batch, logits, A(0), x);
+    load_batch(batch, teacher, A(0), y);
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+      if (!batch.has(p)) continue;
+#pragma unroll
+      for (int i = 0; i < N; ++i)
+        x[p][i] = factor * distillation_grad<T>(x[p][i], lse[0], y[p][i], teacher_lse[0], a.inverse_temperature);
+      store(dlogits + batch.at(p), pack<T, N>(x[p]));
+    }
+  });
+}
+
+template <class T>
+void run_distillation(Distillation<T> a, bool forward, cudaStream_t stream) {
+  if (a.rows == 0) return;
+  const bool wide = alike(a.logits, a.teacher, kWidest<T>) && alike(a.logits, a.dlogits, kWidest<T>);
+  const RowShare share = row_share(a.classes, wide, kWidest<T>);
+  a.threads = share.threads;
+  for_access<T>(share.wide, [&](auto access) {
+    constexpr int V = decltype(access)::value;
+    launch(forward ? distillation_forward_kernel<T, V> : distillation_backward_kernel<T, V>, share.blocks(a.rows),
+           share.block(), 0, stream, a);
+  });
+}
+
+}  // namespace
+}  // namespace memkern

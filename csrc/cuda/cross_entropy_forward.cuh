@@ -1,0 +1,97 @@
+// Cross-entropy on CUDA, forward: each row is read once.
+#pragma once
+
+#include "cross_entropy.cuh"
+
+namespace memkern {
+namespace {
+
+template <class T>
+struct Forward {
+  Rows<const T> logits;
+  Target<T> target;
+  acc_t<T> *loss, *lse;
+  int64_t rows, classes;
+  acc_t<T> z_loss, softcap;
+  int threads;  // a row
+};
+
+template <class T, int V, bool By_class>
+__global__ void __launch_bounds__(kMaxRowThreads, 2) forward_kernel(const Forward<T> a) {
+  using A = acc_t<T>;
+  __shared__ typename RowSum<A>::Slots slots;
+  RowSum<A> row_sum(slots, a.threads);
+  const int thread = threadIdx.x % a.threads;
+  const int64_t row = int64_t(blockIdx.x) * (blockDim.x / a.threads) + threadIdx.x / a.threads;
+  const int64_t classes = row < a.rows ? a.classes : 0;
+  const T* logits = a.logits[row];
+  const bool finishes = row < a.rows && thread == 0;
+
+  RowTarget<T> target{};
+  if (By_class ? row < a.rows : finishes) target = a.target.of(row, classes);
+  A index_logit[1] = {0};
+  if (!By_class && finishes && !target.invalid) load_values(logits + target.index, index_logit);
+
+  CrossEntropySums<A> sums;
+  Walk<V>(logits, classes, thread, a.threads).template batches<By_class ? 2 : 4>([&](auto batch) {
+    constexpr int N = batch.N, P = batch.P;
+    A s[P][N], share[P][N];
+    load_batch(batch, logits, -A(INFINITY), s);
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+      if (!batch.has(p)) continue;
+      if (By_class) target.at(batch.at(p), share[p]);
+      if (a.softcap != 0)
+#pragma unroll
+        for (A& x : s[p]) x = capped(x, a.softcap).value;
+    }
+    A most = s[0][0];
+#pragma unroll
+    for (int p = 0; p < P; ++p)
+#pragma unroll
+      for (int i = 0; i < N; ++i) most = larger(most, s[p][i]);
+    sums.raise(most);
+    const A shift = shift_of(sums.max);
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+      A sum = 0;
+#pragma unroll
+      for (int i = 0; i < N; ++i) sum += exponential<T>(s[p][i] - shift);
+      sums.sum += sum;
+      if (!batch.has(p) || (!By_class && a.target.shares.even == 0)) continue;
+#pragma unroll
+      for (int i = 0; i < N; ++i) sums.add_share(By_class ? share[p][i] : a.target.shares.even, s[p][i]);
+    }
+  });
+
+  A max[1] = {sums.max};
+  row_sum.max(max);
+  sums.raise(max[0]);
+  A totals[3] = {sums.sum, sums.weight, sums.distance};
+  row_sum(totals);
+  if (!finishes) return;
+  sums.sum = totals[0];
+  sums.weight = totals[1];
+  sums.distance = totals[2];
+  if (!By_class) {
+    if (a.softcap != 0) index_logit[0] = capped(index_logit[0], a.softcap).value;
+    sums.add_share(target.index_weight() * a.target.shares.sharp, index_logit[0]);
+  }
+  store_one(a.lse + row, sums.lse());
+  store_one(a.loss + row, target.ignored ? A(0) : target.invalid ? A(NAN) : sums.loss(a.z_loss));
+}
+
+template <class T>
+void run_forward(Forward<T> a, cudaStream_t stream) {
+  if (a.rows == 0) return;
+  const RowShare share = row_share(a.classes, a.target.is_alike(a.logits), kWidest<T>);
+  a.threads = share.threads;
+  for_access<T>(share.wide, [&](auto access) {
+    constexpr int V = decltype(access)::value;
+    launch(a.target.is_by_class() ? forward_kernel<T, V, true> : forward_kernel<T, V, false>,
+           share.blocks(a.rows), share.block(), 0, stream, a);
+  });
+}
+
+}  // namespace
+}  // namespace memkern
