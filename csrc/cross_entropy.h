@@ -166,25 +166,32 @@ MK_HD A distillation_grad(A x, A lse, A teacher, A teacher_lse, A inverse_temper
 template <class A>
 struct CrossEntropySums {
   A max = -A(INFINITY);
-  A sum = 0;                   // of exp(s - max)
+  A ones = 0, rest = 0;        // of exp(s - max): those that are 1, and the others
   A weight = 0, distance = 0;  // of share, of share (max - s)
 
   // Lets max grow to `next`, where that is more.
   MK_HD void raise(A next) {
     next = larger(next, max);
-    const A shift = shift_of(next);
-    sum *= exp_minus(shift - max).value;
+    const A shift = shift_of(next), factor = exp_minus(shift - max).value;
+    rest = factor == 1 ? rest : (rest + ones) * factor;
+    ones = factor == 1 ? ones : A(0);
     distance += weight * (shift - shift_of(max));
     max = next;
+  }
+  MK_HD void add_exp(A e) {
+    rest += e == 1 ? A(0) : e;
+    ones += e == 1 ? A(1) : A(0);
   }
   // A share of 0 adds nothing, even where s is -inf.
   MK_HD void add_share(A share, A s) {
     weight += share;
     distance += share != 0 ? share * (shift_of(max) - s) : A(0);
   }
-  MK_HD A lse() const { return max + std::log(sum); }
+  // log sum exp(s - max), precise also where one class has nearly all.
+  MK_HD A log_sum() const { return std::log1p(rest + (ones - 1)); }
+  MK_HD A lse() const { return max + log_sum(); }
   MK_HD A loss(A z_loss) const {
-    return distance + weight * std::log(sum) + (z_loss != 0 ? z_loss * lse() * lse() : A(0));
+    return distance + weight * log_sum() + (z_loss != 0 ? z_loss * lse() * lse() : A(0));
   }
 };
 

@@ -54,10 +54,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 2) forward_kernel(const Forwar
     const A shift = shift_of(sums.max);
 #pragma unroll
     for (int p = 0; p < P; ++p) {
-      A sum = 0;
 #pragma unroll
-      for (int i = 0; i < N; ++i) sum += exponential<T>(s[p][i] - shift);
-      sums.sum += sum;
+      for (int i = 0; i < N; ++i) sums.add_exp(exponential<T>(s[p][i] - shift));
       if (!batch.has(p) || (!By_class && a.target.shares.even == 0)) continue;
 #pragma unroll
       for (int i = 0; i < N; ++i) sums.add_share(By_class ? share[p][i] : a.target.shares.even, s[p][i]);
@@ -67,18 +65,19 @@ __global__ void __launch_bounds__(kMaxRowThreads, 2) forward_kernel(const Forwar
   A max[1] = {sums.max};
   row_sum.max(max);
   sums.raise(max[0]);
-  A totals[3] = {sums.sum, sums.weight, sums.distance};
+  A totals[4] = {sums.ones, sums.rest, sums.weight, sums.distance};
   row_sum(totals);
   if (!finishes) return;
-  sums.sum = totals[0];
-  sums.weight = totals[1];
-  sums.distance = totals[2];
+  sums.ones = totals[0];
+  sums.rest = totals[1];
+  sums.weight = totals[2];
+  sums.distance = totals[3];
   if (!By_class) {
     if (a.softcap != 0) index_logit[0] = capped(index_logit[0], a.softcap).value;
     sums.add_share(target.index_weight() * a.target.shares.sharp, index_logit[0]);
   }
   store_one(a.lse + row, sums.lse());
-  store_one(a.loss + row, target.ignored ? A(0) : target.invalid ? A(NAN) : sums.loss(a.z_loss));
+  store_one(a.loss + row, target.ignored ? A(0) : target.invalid ? A(NAN) : a.classes == 0 ? A(0) : sums.loss(a.z_loss));
 }
 
 template <class T>

@@ -19,11 +19,11 @@ constexpr int64_t kSharedBytes = 40 << 10;
 template <class A>
 class RowSum {
  public:
-  using Slots = A[2][kMaxRowThreads / 32][3];
+  using Slots = A[2][kMaxRowThreads / 32][4];
 
   __device__ RowSum(Slots& slots, int threads) : slots_(slots), threads_(threads) {}
 
-  // Each of the N <= 3 values becomes its sum over the row, in every thread of the row.
+  // Each of the N <= 4 values becomes its sum over the row, in every thread of the row.
   template <int N>
   __device__ __forceinline__ void operator()(A (&values)[N]) {
     fold(values, [](A a, A b) { return a + b; });
