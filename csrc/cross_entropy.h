@@ -135,11 +135,12 @@ MK_HD Capped<A> capped(A x, A softcap) {
 template <class A>
 struct Shares {
   A sharp, even;  // 1 - label_smoothing, label_smoothing / classes
-
-  Shares(double label_smoothing, int64_t classes)
-      : sharp(A(1 - label_smoothing)), even(A(label_smoothing / std::max<int64_t>(classes, 1))) {}
   MK_HD A of(A weight, A q) const { return weight * (q * sharp + even); }
 };
+template <class A>
+Shares<A> shares(double label_smoothing, int64_t classes) {
+  return {A(1 - label_smoothing), A(label_smoothing / std::max<int64_t>(classes, 1))};
+}
 
 // d loss / d s of a class, total = W + 2 z_loss lse. Where share is far below 1, or p far from it,
 // probability<T>(s, lse) * total - share is as good and quicker.

@@ -24,7 +24,10 @@ struct Targets {
 
   template <class T>
   Target<T> of(int64_t classes, ScalarType dtype) const {
-    Target<T> result{nullptr, {}, {}, const_data<float>(weight), ignore_index, {label_smoothing, classes}};
+    Target<T> result{};
+    result.weight = const_data<float>(weight);
+    result.ignore_index = ignore_index;
+    result.shares = shares<acc_t<T>>(label_smoothing, classes);
     if (!is_probabilities(target))
       result.index = const_data<int64_t>(target);
     else if (target.scalar_type() == dtype)
