@@ -176,7 +176,7 @@ struct CrossEntropySums {
     const A shift = shift_of(next), factor = exp_minus(shift - max).value;
     rest = factor == 1 ? rest : (rest + ones) * factor;
     ones = factor == 1 ? ones : A(0);
-    distance += weight * (shift - shift_of(max));
+    distance += weight != 0 ? weight * (shift - shift_of(max)) : A(0);  // that may be too large for fp32
     max = next;
   }
   MK_HD void add_exp(A e) {
