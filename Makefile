@@ -13,7 +13,7 @@ OTHER_TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
-OP_TESTS := tests/test_gelu.py $(wildcard tests/test_norm*.py) tests/test_optim.py
+OP_TESTS := tests/test_gelu.py $(wildcard tests/test_norm*.py tests/test_softmax*.py) tests/test_optim.py
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*/*)
 
 # The CUDA compiler from PyPI, for machines without the toolkit. The four parts must be of one version.

@@ -1,18 +1,12 @@
-// How LayerNorm and RMSNorm divide rows over threads, and read weight and bias.
-//
-// Up to 16K columns a row lives in the registers of the threads that share it: each holds 8 elements up to
-// 256 columns and 32 beyond (16 where each is an access of its own). A warp or less has a row of up to 1024
-// columns to itself; a wider one is shared by several warps. Still wider rows, and fp64, are read again for
-// each pass ("looped").
+// How LayerNorm and RMSNorm read weight and bias.
 #pragma once
 
 #include "../norm.h"
-#include "launch.cuh"
-#include "reduce.cuh"
-#include "vec.cuh"
+#include "rows.cuh"
 
 namespace memkern {
 
+<<<<<<< HEAD
 struct RowPlan {
   bool wide;      // 16-byte accesses, else one element at a time
   bool looped;
@@ -53,6 +47,8 @@ struct Columns {
   __device__ __forceinline__ int at(int p) const { return p * step; }
 };
 
+=======
+>>>>>>> soft_api
 template <class T>
 struct Parameters {
   const void *weight, *bias;  // may be null
@@ -120,21 +116,5 @@ struct BlockParameters {
     parameters.shift(first, at, out);
   }
 };
-
-// Calls body(type tag, elements in an access, packs a thread holds) for the kernel that the plan asks for;
-// 0 packs where it is looped.
-template <class T, class Body>
-void for_plan(const RowPlan& plan, Body body) {
-  const auto with_access = [&](auto access) {
-    if constexpr (sizeof(T) < 8) {
-      constexpr int V = decltype(access)::value;
-      if (!plan.looped && plan.elements == 8) return body(access, std::integral_constant<int, 8 / V>{});
-      if (!plan.looped) return body(access, std::integral_constant<int, (V > 1 ? 32 : 16) / V>{});
-    }
-    body(access, std::integral_constant<int, 0>{});
-  };
-  if (sizeof(T) < 8 && plan.wide) return with_access(std::integral_constant<int, sizeof(T) < 8 ? kWidest<T> : 1>{});
-  with_access(std::integral_constant<int, 1>{});
-}
 
 }  // namespace memkern
