@@ -33,8 +33,10 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def target_rows(target: object, x: Tensor, shape: Sequence[int], with_classes: Sequence[int], dim: int) -> Tensor:
-    """``target`` as the ops want it: (rows,) int64, or (rows, classes) in the dtype of ``x`` or float32.
+def target_rows(
+    target: object, x: Tensor, dtype: torch.dtype, shape: Sequence[int], with_classes: Sequence[int], dim: int
+) -> Tensor:
+    """``target`` as the ops want it for logits of a dtype: (rows,) int64, or (rows, classes) of that dtype or float32.
 
     ``shape`` is what classes need; probabilities need ``with_classes``, with the classes in dimension ``dim``.
     """
@@ -52,8 +54,8 @@ def target_rows(target: object, x: Tensor, shape: Sequence[int], with_classes: S
         )
     if not probable:
         return target.reshape(-1).long()
-    served = target.dtype == x.dtype or (target.dtype == torch.float32 and x.dtype.itemsize == 2)
-    return flat((target if served else target.to(computed_in(x))).movedim(dim, -1))
+    wide = torch.promote_types(dtype, torch.float32)
+    return flat((target if target.dtype in (dtype, wide) else target.to(wide)).movedim(dim, -1))
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,17 @@ class Options:
         """The weights in the dtype that the rows are computed in."""
         return None if self.weight is None else self.weight.to(computed_in(rows.x))
 
-    def divisor(self, rows: Rows) -> Tensor | int:
+    def reduced(self, loss: Tensor, rows: Rows) -> Tensor:
+        """Of the losses (rows,), or of their sum, what the reduction makes of them."""
+        if self.reduction == "none":
+            return loss.reshape(rows.shape)
+        return loss.sum() / (self._divisor(rows) if self.reduction == "mean" else 1)
+
+    def _divisor(self, rows: Rows) -> Tensor | int:
         """What a mean divides by: the weights of the classes of all rows; with probabilities the number of rows."""
         target, weight = rows.target, self.weight_for(rows)
         if target.is_floating_point():
-            return target.shape[0]
+            return target.shape[0] if rows.classes else 0  # as PyTorch, where 0 / 0 is NaN
         counted = target != self.ignore_index
         if weight is None:
             return counted.sum()
