@@ -96,6 +96,18 @@ __device__ __forceinline__ Pack<T, N> pack(const acc_t<T> (&in)[N]) {
   return packed;
 }
 
+// Makes the compiler take pack for a new value, which it must unpack again: keeping the unpacked one would
+// take twice the registers.
+template <class T, int V>
+__device__ __forceinline__ void forget_unpacked(Pack<T, V>& pack) {
+  if constexpr (sizeof(T) == 2 && sizeof(pack) == 16) {
+    uint32_t words[4];
+    memcpy(words, &pack, 16);
+    asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
+    memcpy(&pack, words, 16);
+  }
+}
+
 // V values are moved this many at a time.
 template <class T, int V>
 constexpr int kAccess = V * sizeof(T) > 16 ? int(16 / sizeof(T)) : V;

@@ -37,7 +37,7 @@ def layer_norm(
         input: (..., *normalized_shape), any strides; float16, bfloat16, float32 or float64.
         normalized_shape: the last dimensions, which are normalised together; an int is one dimension.
         weight: of that shape; the input's dtype, or float32 with a 16-bit input. None: 1.
-        bias: as ``weight``, and of its dtype. None: 0.
+        bias: as ``weight``; their dtypes may differ. None: 0.
         eps: added to the variance; not negative.
         autocast: ``"keep"`` returns the input's dtype under autocast too, and saves the input as it is;
             ``"torch"`` does what the installed PyTorch does there: on a GPU a float32 copy and a float32 output.
@@ -164,8 +164,6 @@ def _norm(
             if policy == dtype and parameter.dtype != dtype and (dtype.itemsize, parameter.dtype) != (2, torch.float32):
                 or_wider = " or torch.float32" if dtype.itemsize == 2 else ""
                 raise TypeError(f"{parameter_name}: got dtype {parameter.dtype}, needs {dtype}{or_wider}")
-    if weight is not None and bias is not None and policy == dtype and weight.dtype != bias.dtype:
-        raise TypeError(f"bias: got dtype {bias.dtype}, needs that of weight, {weight.dtype}")
 
     unfused = None
     if policy != dtype:  # as autocast does: everything to float32, after the addition
@@ -175,6 +173,8 @@ def _norm(
         x, residual = x.to(dtype), residual.to(dtype)
     zero_centred = zero_centred and weight is not None
     from_y = memory_efficient and _y_tells_x(weight, bias, zero_centred)
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:  # the kernels take one for both
+        weight, bias = weight.float(), bias.float()
     plan = Plan(name, math.prod(shape), float(eps), zero_centred, from_y, backends.choose(x))
     y, summed, _, _ = norm(x, residual, weight, bias, plan)
     return y, summed if unfused is None else unfused

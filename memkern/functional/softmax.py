@@ -48,7 +48,7 @@ def softmax(
         IndexError: ``dim`` is out of range.
         ValueError: another ``autocast``.
     """
-    return _along("softmax", input, dim, _stacklevel + 1, dtype, autocast)
+    return _along("softmax", input, dim, _stacklevel, dtype, autocast)
 
 
 def log_softmax(
@@ -63,7 +63,7 @@ def log_softmax(
 
     Arguments, accuracy and what is raised are those of :func:`softmax`.
     """
-    return _along("log_softmax", input, dim, _stacklevel + 1, dtype, autocast)
+    return _along("log_softmax", input, dim, _stacklevel, dtype, autocast)
 
 
 def scaled_masked_softmax(
@@ -125,7 +125,8 @@ def scaled_masked_softmax(
         )
     if mask is not None:
         mask = _expanded(mask, x)
-    overwrite = inplace_backward and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    overwrite = inplace_backward and eager and torch.is_grad_enabled()
     if overwrite:
         alone()  # measures, which is not for the middle of a backward pass
     seed = torch.randint(2**63 - 1, (), device=x.device) if dropout > 0 else None
