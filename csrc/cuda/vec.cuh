@@ -45,7 +45,16 @@ __device__ __forceinline__ Pack<T, N> load(const T* from) {
 template <class T, int N>
 __device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
   MEMKERN_STORED(to, sizeof(Pack<T, N>));
-  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+  if constexpr (sizeof(pack) == 16) {
+    // Index 0, but not to the compiler: nvcc 13 splits up the store at a pointer that other stores are relative to.
+    int zero = 0;
+    asm("" : "+r"(zero));
+    uint4 words;
+    memcpy(&words, &pack, 16);
+    reinterpret_cast<uint4*>(to)[zero] = words;
+  } else {
+    *reinterpret_cast<Pack<T, N>*>(to) = pack;
+  }
 }
 
 __device__ __forceinline__ float2 widen(const __half* pair) { return __half22float2(*reinterpret_cast<const __half2*>(pair)); }
@@ -94,6 +103,18 @@ __device__ __forceinline__ Pack<T, N> pack(const acc_t<T> (&in)[N]) {
     for (int i = 0; i < N; ++i) narrow(packed.value + i, in[i]);
   }
   return packed;
+}
+
+// Makes the compiler take pack for a new value, which it must unpack again: keeping the unpacked one would
+// take twice the registers.
+template <class T, int V>
+__device__ __forceinline__ void forget_unpacked(Pack<T, V>& pack) {
+  if constexpr (sizeof(T) == 2 && sizeof(pack) == 16) {
+    uint32_t words[4];
+    memcpy(words, &pack, 16);
+    asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
+    memcpy(&pack, words, 16);
+  }
 }
 
 // V values are moved this many at a time.
