@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kRowThreads<T>, 2) distillation_forward_kernel
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const A d = (x[i] - shift) * inverse, teacher_d = (y[i] - teacher_shift) * inverse;
-        sums.add(d, exponential<T>(d), teacher_d, exponential<T>(teacher_d));
+        sums.add(d, exp_term<T>(d), teacher_d, exp_term<T>(teacher_d));
       }
     }
   });

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kRowThreads<T, By_class>, 2) forward_kernel(co
 #pragma unroll
         for (int i = 0; i < N; ++i) s[i] = capped(s[i], a.softcap).value;
 #pragma unroll
-      for (int i = 0; i < N; ++i) sums.add_exp(exponential<T>(s[i] - shift));
+      for (int i = 0; i < N; ++i) sums.add_exp(exp_term<T>(s[i] - shift));
       if (By_class || a.target.shares.even != 0)
 #pragma unroll
         for (int i = 0; i < N; ++i) sums.add_share(By_class ? share[p][i] : a.target.shares.even, s[i]);
