@@ -13,7 +13,7 @@ OTHER_TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
-OP_TESTS := tests/test_gelu.py $(wildcard tests/test_norm*.py) tests/test_optim.py
+OP_TESTS := $(patsubst csrc/cuda/%.cu,tests/test_%.py,$(wildcard csrc/cuda/*.cu))
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*/*)
 
 # The CUDA compiler from PyPI, for machines without the toolkit. The four parts must be of one version.
@@ -57,7 +57,7 @@ $(VENV)-other/.installed: Makefile
 
 test-other-torch: $(VENV)/.built $(VENV)-other/.installed
 	$(VENV)-other/bin/python -c 'import memkern; memkern.backends.require("cpu")'
-	$(VENV)-other/bin/python -m pytest --backends cpu,reference $(OP_TESTS)
+	$(VENV)-other/bin/python -m pytest --backends cpu,reference $(OP_TESTS) $(wildcard tests/test_*_layers.py tests/test_*_modules.py)
 
 # Uses the Python, PyTorch and CUDA toolkit already there. Every step runs, whatever became of the one
 # before; logs and figures go to RESULTS.
@@ -71,7 +71,7 @@ gpu-check:
 	$(PYTHON) -m pytest --backends cuda,triton 2>&1 | tee $(RESULTS)/tests.txt || failed+=" tests"; \
 	for tool in memcheck racecheck initcheck synccheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    $(PYTHON) -m pytest -q $(SANITIZED) tests/test_gelu.py tests/test_optim.py 2>&1 | tee $(RESULTS)/$$tool.txt || failed+=" $$tool"; \
+	    $(PYTHON) -m pytest -q $(SANITIZED) $(OP_TESTS) 2>&1 | tee $(RESULTS)/$$tool.txt || failed+=" $$tool"; \
 	done; \
 	$(PYTHON) -m benchmarks --device cuda --out $(RESULTS) 2>&1 | tee $(RESULTS)/benchmarks.txt || failed+=" benchmarks"; \
 	$(PYTHON) -m memkern demo --out $(RESULTS)/demo.png 2>&1 | tee $(RESULTS)/demo.txt || failed+=" demo"; \

@@ -35,6 +35,7 @@ struct Dropout {
   uint32_t threshold;
   A factor;
 
+  MK_HD uint64_t read_seed() const { return seed ? uint64_t(*seed) : 0; }
   MK_HD A operator()(A value, uint32_t number) const { return number >= threshold ? value * factor : A(0); }
 };
 

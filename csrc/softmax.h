@@ -177,12 +177,11 @@ template <class A>
 struct MaxSum {
   A max = -A(INFINITY), sum = 0;
 
-  // A part that is all -inf has the sum 0 and the weight 0.
+  // To a max that is no lower. A part that is all -inf keeps the sum 0.
   template <class Storage>
-  MK_HD void merge(const MaxSum& other) {
-    const A both = larger(max, other.max), shift = shift_of(both);
-    sum = sum * exponential<Storage>(max - shift) + other.sum * exponential<Storage>(other.max - shift);
-    max = both;
+  MK_HD void raise(A to) {
+    sum *= exponential<Storage>(max - shift_of(to));
+    max = to;
   }
 };
 

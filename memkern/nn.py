@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from memkern import functional
-from memkern.functional.common import one_of
+from memkern.functional.common import AUTOCAST, one_of
 from memkern.functional.gelu import GELU_FORMS
-from memkern.functional.norm import AUTOCAST, check_eps
+from memkern.functional.norm import check_eps
+from memkern.functional.softmax import check_options
 
 
 class GELU(torch.nn.GELU):
@@ -136,3 +137,75 @@ class AddRMSNorm(RMSNorm):
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return functional.add_rms_norm(input, residual, **self._arguments())
+
+
+class Softmax(torch.nn.Softmax):
+    """``torch.nn.Softmax`` on the fused kernels; see :func:`memkern.functional.softmax`.
+
+    Args:
+        dim, autocast: as there.
+
+    Raises:
+        ValueError: another ``autocast``.
+    """
+
+    autocast = "keep"
+
+    def __init__(self, dim: int | None = None, *, autocast: str = "keep") -> None:
+        one_of("autocast", autocast, AUTOCAST)
+        super().__init__(dim)
+        self.autocast = autocast
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.softmax(input, self.dim, _stacklevel=5, autocast=self.autocast)
+
+
+class LogSoftmax(torch.nn.LogSoftmax):
+    """``torch.nn.LogSoftmax`` on the fused kernels; see :func:`memkern.functional.log_softmax`.
+
+    Arguments and what is raised are those of :class:`Softmax`.
+    """
+
+    autocast = "keep"
+
+    def __init__(self, dim: int | None = None, *, autocast: str = "keep") -> None:
+        one_of("autocast", autocast, AUTOCAST)
+        super().__init__(dim)
+        self.autocast = autocast
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.log_softmax(input, self.dim, _stacklevel=5, autocast=self.autocast)
+
+
+class ScaledMaskedSoftmax(torch.nn.Module):
+    """Attention's softmax of scores, in one pass; see :func:`memkern.functional.scaled_masked_softmax`.
+
+    Called with ``(input, mask=None)``. Arguments and what is raised are those of the function, except that dropout
+    applies in training mode only.
+    """
+
+    def __init__(
+        self,
+        scale: float = 1.0,
+        *,
+        causal: str | None = None,
+        fully_masked: str = "nan",
+        dropout: float = 0.0,
+        dtype: torch.dtype | None = None,
+        autocast: str = "keep",
+        inplace_backward: bool = False,
+    ) -> None:
+        check_options(scale, causal, fully_masked, dropout)
+        one_of("autocast", autocast, AUTOCAST)
+        super().__init__()
+        self.scale, self.causal, self.fully_masked, self.dropout = scale, causal, fully_masked, dropout
+        self.dtype, self.autocast, self.inplace_backward = dtype, autocast, inplace_backward
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}, causal={self.causal!r}, dropout={self.dropout}"
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        names = ("scale", "causal", "fully_masked", "dtype", "autocast", "inplace_backward")
+        options = {name: getattr(self, name) for name in names}
+        dropout = self.dropout if self.training else 0.0
+        return functional.scaled_masked_softmax(input, mask, dropout=dropout, **options)

@@ -36,6 +36,13 @@ def test_every_mix_of_arguments(backend, device, kind, given, memory_efficient) 
                 check(kind, x, residual, weight - 1, None, (3, 7), ulps=8, zero_centred=True, eps=1e-3)
 
 
+def test_weight_and_bias_of_two_dtypes(backend, device) -> None:
+    x = torch.randn(5, 7).to(device, torch.bfloat16)
+    weight, bias = parameters((7,), torch.float32, device)
+    check("layer_norm", x, None, weight, bias.bfloat16(), (7,), eps=1e-3)
+    check("layer_norm", x, None, weight.bfloat16(), bias, (7,), eps=1e-3)
+
+
 def row(*values: float) -> Tensor:
     return torch.tensor([values])
 

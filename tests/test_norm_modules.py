@@ -121,7 +121,5 @@ def test_bad_bias(backend, device) -> None:
     x, weight = torch.randn(3, 4, device=device), torch.ones(4, device=device)
     with pytest.raises(ValueError, match="bias: got shape"):
         functional.layer_norm(x, (4,), weight, torch.ones(5, device=device))
-    with pytest.raises(TypeError, match="bias: got dtype torch.float16, needs that of weight, torch.float32"):
-        functional.layer_norm(x.half(), (4,), weight, weight.half())
     with pytest.raises(TypeError, match="bias: got list"):
         functional.layer_norm(x, (4,), weight, [0.0])

@@ -67,6 +67,15 @@ def test_bytes_moved_with_a_residual(emulated, kind, rows, width) -> None:
         assert 4 * size < moved["backward_in_registers"] + moved["finalise"] <= 4 * size * 1.1 + partials
 
 
+@each_kind
+def test_bytes_moved_in_the_widest_rows(emulated, kind) -> None:
+    """16K columns of 16 bits are still held by one block; the weight, 2 bytes twice a row, comes from a cache."""
+    moved = counted(kind, 64, 16_384, torch.float16)
+    partials = (1 if kind == "rms_norm" else 2) * 8 / 8  # fp32, written and read, of 8 rows
+    assert list(moved) == ["forward_in_registers", "backward_in_registers", "finalise"]
+    assert moved["backward_in_registers"] + moved["finalise"] <= 6 * 1.05 + 2 * 2 + partials
+
+
 def test_few_rows_do_not_pay_for_a_full_grid(emulated) -> None:
     """Blocks of the backward pass, which are the partials: by rows and columns alone."""
     for rows, width, blocks in ((1, 64, 1), (64, 1024, 2), (1000, 1024, 32), (16_384, 1024, 256), (70_000, 4, 9)):

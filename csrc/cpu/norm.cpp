@@ -137,9 +137,13 @@ MEMKERN_CLONES void forward_rows(const Forward<T>& a, int64_t begin, int64_t end
       }, sum);
       mean = sum.total / A(n);
     }
+    const T *next_x = a.x + (row + 2) * n, *next_residual = a.residual ? a.residual + (row + 2) * n : next_x;
     Sum<A> deviations, squares;
     for_lanes<A>(n, [&](int64_t i, auto value, int strand) {
       load(z + i, &value);
+      // The row after the next: memory takes that long to deliver it.
+      __builtin_prefetch(next_x + i);
+      __builtin_prefetch(next_residual + i);
       value -= mean;
       deviations.add(strand, value);
       value *= value;

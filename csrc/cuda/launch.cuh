@@ -31,6 +31,8 @@ struct OnDeviceOf {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t grid, int block, size_t shared_bytes, cudaStream_t stream,
             Arguments... arguments) {
+  if (shared_bytes > 48 << 10)  // more has to be asked for
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)));
   kernel<<<static_cast<unsigned>(grid), block, shared_bytes, stream>>>(arguments...);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -26,7 +26,7 @@ struct Backward {
   acc_t<T> *dweight, *dbias;    // partials, (partials, columns)
   int64_t rows, columns, rows_in_partial;
   bool centre, from_y;
-  bool shared_parameters;  // there is shared memory for the parameters, and for the sums afterwards
+  bool shared_parameters;  // there is shared memory for the parameters, not for the sums alone
   int threads;             // a row
 
   __device__ __forceinline__ acc_t<T> mean_of(int64_t row) const {
@@ -88,21 +88,22 @@ __device__ __forceinline__ void store_dx(const Backward<T>& a, int64_t at, acc_t
 }
 
 // 512 threads have 128 registers each. That is room for 32 columns where x and dy are packed two to a
-// register and there is no bias.
-template <class T, int V, bool Bias>
-constexpr int kBackwardThreads = sizeof(T) == 2 && V > 1 && !Bias ? 512 : 256;
+// register: for their sums for the weight; those for a bias too where x and dy stay in shared memory (Staged).
+template <class T, int V>
+constexpr int kBackwardThreads = sizeof(T) == 2 && V > 1 ? 512 : 256;
 
-template <class T, int V, int P, bool Bias>
-__global__ void __launch_bounds__(P * V == 8 ? 256 : kBackwardThreads<T, V, Bias>, P * V == 8 ? 2 : 1)
+template <class T, int V, int P, bool Bias, bool Staged>
+__global__ void __launch_bounds__(P * V == 8 || (Bias && !Staged) ? 256 : kBackwardThreads<T, V>, P * V == 8 ? 2 : 1)
     backward_in_registers(const Backward<T> a) {
   using A = acc_t<T>;
   __shared__ typename RowSum<A>::Slots slots;
   RowSum<A> row_sum(slots, a.threads);
   A* shared = dynamic_shared<A>();
-  const int thread = threadIdx.x % a.threads, group = threadIdx.x / a.threads, groups = blockDim.x / a.threads;
-  const Columns<V, P> mine(thread, a.threads);
+  const int group = Staged ? 0 : threadIdx.x / a.threads, groups = Staged ? 1 : blockDim.x / a.threads;
+  const Columns<V, P> mine(threadIdx.x - group * a.threads, a.threads);
 
-  const BlockParameters<T> parameters{a.parameters, a.shared_parameters ? shared : nullptr, int(a.columns)};
+  const BlockParameters<T> parameters{a.parameters, !Staged && a.shared_parameters ? shared : nullptr,
+                                      int(a.columns)};
   parameters.template fill<V>(a.from_y);
   const auto values_at = [&](const Pack<T, V>& dy, const Pack<T, V>& x, A mean, A rstd, int at, const A(&scale)[V]) {
     Values<T, V> values(dy, x);
@@ -121,12 +122,16 @@ __global__ void __launch_bounds__(P * V == 8 ? 256 : kBackwardThreads<T, V, Bias
   for (int64_t first = begin; first < end; first += groups) {
     const int64_t row = first + group, start = row * a.columns + mine.first;
     const int left = row < end ? int(a.columns) - mine.first : 0;  // columns; none past the last row
-    Pack<T, V> dy[P], x[P];
+    Pack<T, V> registers[Staged ? 1 : 2 * P];  // each thread has its own part of shared memory, too
+    const auto kept = [&](int i) -> Pack<T, V>& {
+      if constexpr (Staged) return reinterpret_cast<Pack<T, V>*>(shared)[i * blockDim.x + threadIdx.x];
+      return registers[Staged ? 0 : i];
+    };
 #pragma unroll
     for (int p = 0; p < P; ++p)
       if (mine.at(p) < left) {
-        dy[p] = load<T, V>(a.dy + start + mine.at(p));
-        x[p] = load<T, V>(a.x + start + mine.at(p));
+        kept(p) = load<T, V>(a.dy + start + mine.at(p));
+        kept(P + p) = load<T, V>(a.x + start + mine.at(p));
       }
     const A mean = row < end ? a.mean_of(row) : 0, rstd = row < end ? a.rstd_of(row) : 0;
     A sums[2] = {0, 0};
@@ -135,7 +140,7 @@ __global__ void __launch_bounds__(P * V == 8 ? 256 : kBackwardThreads<T, V, Bias
       if (mine.at(p) < left) {
         A scale[V];
         parameters.scale(mine.first, mine.at(p), scale);
-        const Values<T, V> values = values_at(dy[p], x[p], mean, rstd, mine.at(p), scale);
+        const Values<T, V> values = values_at(kept(p), kept(P + p), mean, rstd, mine.at(p), scale);
         values.add_to_sums(scale, sums);
 #pragma unroll
         for (int i = 0; i < V; ++i) {
@@ -150,19 +155,17 @@ __global__ void __launch_bounds__(P * V == 8 ? 256 : kBackwardThreads<T, V, Bias
     for (int p = 0; p < P; ++p)
       if (mine.at(p) < left) {
         A scale[V], dx[V];
-        forget_unpacked(dy[p]);
-        forget_unpacked(x[p]);
+        if (!Staged) forget_unpacked(kept(p)), forget_unpacked(kept(P + p));
         parameters.scale(mine.first, mine.at(p), scale);
-        values_at(dy[p], x[p], mean, rstd, mine.at(p), scale).dx(scale, sums, rstd, dx);
+        values_at(kept(p), kept(P + p), mean, rstd, mine.at(p), scale).dx(scale, sums, rstd, dx);
         store_dx(a, start + mine.at(p), dx);
       }
   }
 
   // The groups add up their sums one after the other in shared memory, from where neighbouring threads write
-  // neighbouring columns. Without shared memory there is only one group.
+  // neighbouring columns.
   const auto combine = [&](A(&sums)[P][V], A* partials) {
     if (!partials) return;
-    partials += blockIdx.x * a.columns;
     for (int g = 0; g < groups; ++g) {
       __syncthreads();
       if (g != group) continue;
@@ -175,11 +178,11 @@ __global__ void __launch_bounds__(P * V == 8 ? 256 : kBackwardThreads<T, V, Bias
 #pragma unroll
             for (int i = 0; i < V; ++i) sums[p][i] += before[i];
           }
-          store_values((a.shared_parameters ? shared : partials) + mine.first + mine.at(p), sums[p]);
+          store_values(shared + mine.first + mine.at(p), sums[p]);
         }
     }
-    if (!a.shared_parameters) return;
     __syncthreads();
+    partials += blockIdx.x * a.columns;
     constexpr int N = kAccess<A, V>;
     for (int c = threadIdx.x * N; c < a.columns; c += blockDim.x * N) store(partials + c, load<A, N>(shared + c));
   };
@@ -274,7 +277,7 @@ void run_backward(Backward<T> a, cudaStream_t stream) {
   const bool wide = rows_are_aligned(a.columns, sizeof(T),
                                      {a.dy, a.dsummed, a.x, a.parameters.weight, a.parameters.bias});
   const RowPlan plan = row_plan(a.columns, wide, kWidest<T>, sizeof(T) == 8,
-                                wide ? kBackwardThreads<T, kWidest<T>, Bias> : kBackwardThreads<T, 1, Bias>);
+                                wide ? kBackwardThreads<T, kWidest<T>> : kBackwardThreads<T, 1>);
   a.threads = plan.threads;
   const int64_t partials = (a.rows + a.rows_in_partial - 1) / a.rows_in_partial;
   for_plan<T>(plan, [&](auto access, auto packs) {
@@ -284,11 +287,16 @@ void run_backward(Backward<T> a, cudaStream_t stream) {
       if (a.dx) launch(dx_looped<T, V>, a.rows, a.threads, 0, stream, a);
       if (a.dweight || a.dbias) launch(partials_looped<T, V>, partials * tiles, a.threads, 0, stream, a, tiles);
     } else {
+      if constexpr (Bias && sizeof(T) == 2 && V > 1 && P * V == 32) {
+        if (a.threads > 256)
+          return launch(backward_in_registers<T, V, P, Bias, true>, partials, a.threads,
+                        2 * P * a.threads * sizeof(Pack<T, V>), stream, a);
+      }
       const int groups = std::max(256 / a.threads, 1);
-      const int64_t bytes = a.columns * sizeof(acc_t<T>) * (a.from_y ? 2 : 1);
+      const int64_t sums = a.columns * sizeof(acc_t<T>), bytes = sums * (a.from_y ? 2 : 1);
       a.shared_parameters = bytes <= kSharedBytes;
-      launch(backward_in_registers<T, V, P, Bias>, partials, groups * a.threads, a.shared_parameters ? bytes : 0,
-             stream, a);
+      launch(backward_in_registers<T, V, P, Bias, false>, partials, groups * a.threads,
+             a.shared_parameters ? bytes : sums, stream, a);
     }
   });
 }

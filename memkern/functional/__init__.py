@@ -7,5 +7,15 @@ the backend once, in the forward pass; the backward pass runs on the same one.
 
 from memkern.functional.gelu import gelu
 from memkern.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from memkern.functional.softmax import log_softmax, scaled_masked_softmax, softmax
 
-__all__ = ["add_layer_norm", "add_rms_norm", "gelu", "layer_norm", "rms_norm"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "gelu",
+    "layer_norm",
+    "log_softmax",
+    "rms_norm",
+    "scaled_masked_softmax",
+    "softmax",
+]

@@ -12,11 +12,9 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memkern import backends
-from memkern.functional.common import floating, one_of
+from memkern.functional.common import AUTOCAST, floating, one_of, torch_dtype
 from memkern.functional.norm_autograd import Plan, norm, y_tells_x
 from memkern.ops import computed_in
-
-AUTOCAST = ("keep", "torch")
 
 
 def layer_norm(
@@ -39,7 +37,7 @@ def layer_norm(
         input: (..., *normalized_shape), any strides; float16, bfloat16, float32 or float64.
         normalized_shape: the last dimensions, which are normalised together; an int is one dimension.
         weight: of that shape; the input's dtype, or float32 with a 16-bit input. None: 1.
-        bias: as ``weight``, and of its dtype. None: 0.
+        bias: as ``weight``; their dtypes may differ. None: 0.
         eps: added to the variance; not negative.
         autocast: ``"keep"`` returns the input's dtype under autocast too, and saves the input as it is;
             ``"torch"`` does what the installed PyTorch does there: on a GPU a float32 copy and a float32 output.
@@ -159,15 +157,13 @@ def _norm(
         _check_beside(x, "residual", residual, x.shape)
         if residual.dtype != dtype:
             dtype = torch.promote_types(dtype, residual.dtype)
-    policy = _torch_dtype(name, x.to(dtype)) if autocast == "torch" else dtype
+    policy = torch_dtype(getattr(F, name), x.to(dtype), (1,)) if autocast == "torch" else dtype
     for parameter_name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
             _check_beside(x, parameter_name, parameter, shape)
             if policy == dtype and parameter.dtype != dtype and (dtype.itemsize, parameter.dtype) != (2, torch.float32):
                 or_wider = " or torch.float32" if dtype.itemsize == 2 else ""
                 raise TypeError(f"{parameter_name}: got dtype {parameter.dtype}, needs {dtype}{or_wider}")
-    if weight is not None and bias is not None and policy == dtype and weight.dtype != bias.dtype:
-        raise TypeError(f"bias: got dtype {bias.dtype}, needs that of weight, {weight.dtype}")
 
     unfused = None
     if policy != dtype:  # as autocast does: everything to float32, after the addition
@@ -177,6 +173,8 @@ def _norm(
         x, residual = x.to(dtype), residual.to(dtype)
     zero_centred = zero_centred and weight is not None
     from_y = memory_efficient and _y_tells_x(weight, bias, zero_centred)
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:  # the kernels take one for both
+        weight, bias = weight.float(), bias.float()
     plan = Plan(name, math.prod(shape), float(eps), zero_centred, from_y, backends.choose(x))
     y, summed, _, _ = norm(x, residual, weight, bias, plan)
     return y, summed if unfused is None else unfused
@@ -206,13 +204,6 @@ def _check_beside(x: Tensor, name: str, value: Tensor, shape: tuple[int, ...]) -
         raise ValueError(f"{name}: got shape {tuple(value.shape)}, needs {tuple(shape)}")
     if value.device != x.device:
         raise ValueError(f"{name}: got device {value.device}, needs that of input, {x.device}")
-
-
-def _torch_dtype(name: str, x: Tensor) -> torch.dtype:
-    """The dtype of what the installed PyTorch's own norm returns for ``x`` here and now."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x.dtype
-    return getattr(F, name)(x.new_empty(0, 1), (1,)).dtype
 
 
 # What was found out about parameters, and about which state of them.

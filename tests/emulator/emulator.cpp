@@ -25,7 +25,7 @@ namespace memkern_emulated {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-constexpr size_t kMaxDynamicShared = 48 << 10;  // what a launch may have without asking for more
+constexpr size_t kMaxDynamicShared = 99 << 10;  // what every GPU from compute capability 8.0 on has for a block
 constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
 
 struct Thread : Fiber {
