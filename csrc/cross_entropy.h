@@ -112,6 +112,15 @@ MK_HD double probability(double s, double lse) {
   return std::exp(s - lse);
 }
 
+// exp(d) of a d at most 0, as a term of a sum: those below fp32's normal numbers may be 0.
+template <class T, class A>
+MK_HD A exp_term(A d) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(T) == 2) return math::exp2_narrow(d * math::kLog2e);
+#endif
+  return exponential<T>(d);
+}
+
 // ---- elements -------------------------------------------------------------
 
 MK_HD float reciprocal(float x) { return math::reciprocal_approx(x); }
@@ -180,8 +189,10 @@ struct CrossEntropySums {
     max = next;
   }
   MK_HD void add_exp(A e) {
-    rest += e == 1 ? A(0) : e;
-    ones += e == 1 ? A(1) : A(0);
+    if (e == 1)
+      ones += 1;
+    else
+      rest += e;
   }
   // A share of 0 adds nothing, even where s is -inf.
   MK_HD void add_share(A share, A s) {

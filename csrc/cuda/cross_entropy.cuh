@@ -25,19 +25,29 @@ Rows<const T> const_rows(const Tensor& x) {
   return {const_data<T>(x), x.stride(0)};
 }
 
-// Places at which a thread has packs of N elements: `first` and every `step` on, at most P, those before `end`.
+// Where a thread has packs of N elements, at most P: 32 packs, those of a warp, apart.
 template <int kN, int kP>
 struct Batch {
   static constexpr int N = kN, P = kP;
-  int64_t first, step, end;
-  __device__ __forceinline__ int64_t at(int p) const { return first + p * step; }
-  __device__ __forceinline__ bool has(int p) const { return at(p) < end; }
+  int64_t first;
+  int left;  // elements from there on, all of the row's packs
+  __device__ __forceinline__ bool has(int p) const { return p * 32 * N < left; }
+  __device__ __forceinline__ int64_t at(int p) const { return first + p * 32 * N; }
+
+  // The packs, in flight all at once.
+  template <class T>
+  __device__ __forceinline__ void load(const T* row, Pack<T, N> (&packs)[P]) const {
+    const T* from = row + first;
+#pragma unroll
+    for (int p = 0; p < P; ++p)
+      if (has(p)) packs[p] = memkern::load<T, N>(from + p * 32 * N);
+  }
 };
 
 // The part of a row that falls to one of the threads that share it.
 template <int V>
 struct Walk {
-  int64_t head = 0, packed = 0, columns = 0;  // elements before the first pack, in packs, in all
+  int64_t head = 0, packed, columns;  // elements before the first pack, in packs, in all
   int thread, threads;
 
   template <class T>
@@ -50,38 +60,21 @@ struct Walk {
     }
   }
 
-  // Calls body(Batch) for batches of P packs, which are in flight at once, then for single elements.
+  // Calls body(Batch) for batches of P packs, then for single elements.
   template <int P, class Body>
   __device__ __forceinline__ void batches(Body body) const {
-    const int64_t step = int64_t(threads) * V, end = head + packed;
-    for (int64_t c = head + thread * V; c < end; c += P * step) body(Batch<V, P>{c, step, end});
+    for (int64_t c = (thread / 32 * 32 * P + thread % 32) * V; c < packed; c += threads * P * V)
+      body(Batch<V, P>{head + c, int(min(packed - c, int64_t{32 * P * V}))});
     if constexpr (V > 1)
-      for (int64_t e = thread; e < columns - packed; e += threads) {
-        const int64_t c = e < head ? e : e + packed;
-        body(Batch<1, 1>{c, 1, c + 1});
-      }
+      for (int64_t e = thread; e < columns - packed; e += threads) body(Batch<1, 1>{e < head ? e : e + packed, 1});
   }
 };
 
-// Values of packs at the places of a batch, and `absent` where there is none.
-template <int N, int P, class T>
-__device__ __forceinline__ void load_batch(const Batch<N, P>& batch, const T* row, acc_t<T> absent,
-                                           acc_t<T> (&out)[P][N]) {
-  Pack<T, N> packs[P];
-#pragma unroll
-  for (int p = 0; p < P; ++p)
-    if (batch.has(p)) packs[p] = load<T, N>(row + batch.at(p));
-#pragma unroll
-  for (int p = 0; p < P; ++p)
-    if (batch.has(p)) {
-      unpack(packs[p], out[p]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) out[p][i] = absent;
-    }
-}
-
 constexpr int kRowBlock = 256;  // threads of a block that has several rows
+// Most threads that share a row. A multiprocessor is to hold two such blocks: a thread then has 64 registers, or 128
+// where the formulas need them.
+template <class T, bool By_class = false>
+constexpr int kRowThreads = sizeof(T) == 8 || By_class ? 256 : 512;
 
 struct RowShare {
   bool wide;             // 16-byte accesses
@@ -92,12 +85,12 @@ struct RowShare {
 
 // A warp or less has a row of up to 256 packs to itself; 4 packs a thread beyond. Single elements where there are
 // too few for packs to pay.
-inline RowShare row_share(int64_t columns, bool wide, int64_t widest) {
+inline RowShare row_share(int64_t columns, bool wide, int64_t widest, int most_threads) {
   wide = wide && columns > 64;
   const int64_t packs = wide ? columns / widest : columns;
   int threads = 1;
   while (threads < columns && threads < 32) threads *= 2;
-  if (packs > 256) threads = static_cast<int>(std::min<int64_t>((packs + 127) / 128 * 32, kMaxRowThreads));
+  if (packs > 256) threads = static_cast<int>(std::min<int64_t>((packs + 127) / 128 * 32, most_threads));
   return {wide, threads, std::max(kRowBlock / threads, 1)};
 }
 

@@ -21,24 +21,17 @@ struct Backward {
 // Shares before and after the first pack of a row have their places around those of packs, which are aligned.
 constexpr int kShareEdge = 16;
 
-// Gradients of one pack of s: g[i] = p_i total - even, but for the index, which is `at` places on.
-template <class T, int N>
-__device__ __forceinline__ void index_grads(const acc_t<T> (&s)[N], acc_t<T> lse, acc_t<T> total, acc_t<T> even,
-                                            acc_t<T> index_share, int64_t at, acc_t<T> (&g)[N]) {
-  using A = acc_t<T>;
+// The value of the pack `at` places on: a register, so it cannot be indexed.
+template <int N, class A>
+__device__ __forceinline__ A one_of(const A (&values)[N], int64_t at) {
+  A value = values[0];
 #pragma unroll
-  for (int i = 0; i < N; ++i) g[i] = probability<T>(s[i], lse) * total - even;
-  if (at < 0 || at >= N) return;
-  A index_logit = s[0];
-#pragma unroll
-  for (int i = 1; i < N; ++i) index_logit = i == at ? s[i] : index_logit;
-  const A index_grad = cross_entropy_grad<T>(index_logit, lse, index_share, total);
-#pragma unroll
-  for (int i = 0; i < N; ++i) g[i] = i == at ? index_grad : g[i];
+  for (int i = 1; i < N; ++i) value = i == at ? values[i] : value;
+  return value;
 }
 
 template <class T, int V, bool By_class>
-__global__ void __launch_bounds__(kMaxRowThreads, 2) backward_kernel(const Backward<T> a) {
+__global__ void __launch_bounds__(kRowThreads<T, By_class>, 2) backward_kernel(const Backward<T> a) {
   using A = acc_t<T>;
   __shared__ typename RowSum<A>::Slots slots;
   RowSum<A> row_sum(slots, a.threads);
@@ -62,7 +55,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 2) backward_kernel(const Backw
   A* held = By_class && a.room > 0 ? dynamic_shared<A>() + group * a.room + kShareEdge - walk.head : nullptr;
   A weight[1] = {0}, index_share = 0;
   if (By_class) {
-    walk.template batches<2>([&](auto batch) {
+    walk.template batches<1>([&](auto batch) {
 #pragma unroll
       for (int p = 0; p < batch.P; ++p) {
         if (!batch.has(p)) continue;
@@ -81,41 +74,47 @@ __global__ void __launch_bounds__(kMaxRowThreads, 2) backward_kernel(const Backw
   }
   const A total = weight[0] + 2 * a.z_loss * lse[0];
 
-  walk.template batches<By_class ? 2 : 4>([&](auto batch) {
-    constexpr int N = batch.N, P = batch.P;
-    A s[P][N], share[P][N];
-    if (!target.ignored) load_batch(batch, logits, A(0), s);
-    if (By_class)
+  // values: logits, of which grad(i, s) is d loss / d s, and then their gradients.
+  const auto to_gradients = [&](auto& values, auto grad) {
+    constexpr int N = std::extent_v<std::remove_reference_t<decltype(values)>>;
+    if (a.softcap == 0) {
 #pragma unroll
-      for (int p = 0; p < P; ++p) {
-        if (!batch.has(p)) continue;
-        if (held)
-          load_values(held + batch.at(p), share[p]);
-        else
-          target.at(batch.at(p), share[p]);
+      for (int i = 0; i < N; ++i) values[i] = factor * grad(i, values[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const Capped<A> s = capped(values[i], a.softcap);
+        values[i] = factor * s.slope * grad(i, s.value);
       }
+    }
+  };
+  walk.template batches<By_class ? 1 : 2>([&](auto batch) {
+    constexpr int N = batch.N, P = batch.P;
+    Pack<T, N> packs[P];
+    if (!target.ignored) batch.load(logits, packs);
 #pragma unroll
     for (int p = 0; p < P; ++p) {
       if (!batch.has(p)) continue;
       A g[N] = {};
       if (!target.ignored) {
-        A slope[N];
+        unpack(packs[p], g);
+        if (By_class) {
+          A share[N];
+          if (held)
+            load_values(held + batch.at(p), share);
+          else
+            target.at(batch.at(p), share);
+          to_gradients(g, [&](int i, A s) { return cross_entropy_grad<T>(s, lse[0], share[i], total); });
+        } else {
+          const int64_t at = target.index - batch.at(p);
+          A of_index[1] = {one_of(g, at)};
+          to_gradients(g, [&](int, A s) { return probability<T>(s, lse[0]) * total - shares.even; });
+          if (at >= 0 && at < N) {
+            to_gradients(of_index, [&](int, A s) { return cross_entropy_grad<T>(s, lse[0], index_share, total); });
 #pragma unroll
-        for (int i = 0; i < N; ++i) slope[i] = factor;
-        if (a.softcap != 0)
-#pragma unroll
-          for (int i = 0; i < N; ++i) {
-            const Capped<A> s_capped = capped(s[p][i], a.softcap);
-            s[p][i] = s_capped.value;
-            slope[i] *= s_capped.slope;
+            for (int i = 0; i < N; ++i) g[i] = i == at ? of_index[0] : g[i];
           }
-        if (By_class)
-#pragma unroll
-          for (int i = 0; i < N; ++i) g[i] = cross_entropy_grad<T>(s[p][i], lse[0], share[p][i], total);
-        else
-          index_grads<T>(s[p], lse[0], total, shares.even, index_share, target.index - batch.at(p), g);
-#pragma unroll
-        for (int i = 0; i < N; ++i) g[i] *= slope[i];
+        }
       }
       store(dlogits + batch.at(p), pack<T, N>(g));
     }
@@ -126,8 +125,9 @@ template <class T>
 void run_backward(Backward<T> a, cudaStream_t stream) {
   if (a.rows == 0 || a.classes == 0) return;
   const bool wide = a.target.is_alike(a.logits) && alike(a.logits, a.dlogits, kWidest<T>);
-  const RowShare share = row_share(a.classes, wide, kWidest<T>);
   const bool by_class = a.target.is_by_class();
+  const RowShare share = row_share(a.classes, wide, kWidest<T>,
+                                   by_class ? kRowThreads<T, true> : kRowThreads<T, false>);
   a.threads = share.threads;
   a.room = (a.classes + kShareEdge + 3) / 4 * 4;
   int64_t bytes = by_class ? share.groups * a.room * sizeof(acc_t<T>) : 0;

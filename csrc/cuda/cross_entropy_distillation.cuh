@@ -18,7 +18,7 @@ struct Distillation {
 };
 
 template <class T, int V>
-__global__ void __launch_bounds__(kMaxRowThreads, 2) distillation_forward_kernel(const Distillation<T> a) {
+__global__ void __launch_bounds__(kRowThreads<T>, 2) distillation_forward_kernel(const Distillation<T> a) {
   using A = acc_t<T>;
   __shared__ typename RowSum<A>::Slots slots;
   RowSum<A> row_sum(slots, a.threads);
@@ -31,26 +31,38 @@ __global__ void __launch_bounds__(kMaxRowThreads, 2) distillation_forward_kernel
   DistillationSums<A> sums;
   Walk<V>(logits, classes, thread, a.threads).template batches<2>([&](auto batch) {
     constexpr int N = batch.N, P = batch.P;
-    A x[P][N], y[P][N];
-    load_batch(batch, logits, -A(INFINITY), x);
-    load_batch(batch, teacher, -A(INFINITY), y);
-    A most = x[0][0], teacher_most = y[0][0];
+    Pack<T, N> student_packs[P], teacher_packs[P];
+    batch.load(logits, student_packs);
+    batch.load(teacher, teacher_packs);
+    A most = -A(INFINITY), teacher_most = -A(INFINITY);
 #pragma unroll
-    for (int p = 0; p < P; ++p)
+    for (int p = 0; p < P; ++p) {
+      if (!batch.has(p)) continue;
+      A x[N], y[N];
+      unpack(student_packs[p], x);
+      unpack(teacher_packs[p], y);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        most = larger(most, x[p][i]);
-        teacher_most = larger(teacher_most, y[p][i]);
+        most = larger(most, x[i]);
+        teacher_most = larger(teacher_most, y[i]);
       }
+    }
     sums.raise(most, teacher_most, inverse);
     const A shift = shift_of(sums.max), teacher_shift = shift_of(sums.teacher_max);
 #pragma unroll
-    for (int p = 0; p < P; ++p)
+    for (int p = 0; p < P; ++p) {
+      if (!batch.has(p)) continue;
+      A x[N], y[N];
+      forget_unpacked(student_packs[p]);
+      forget_unpacked(teacher_packs[p]);
+      unpack(student_packs[p], x);
+      unpack(teacher_packs[p], y);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const A d = (x[p][i] - shift) * inverse, teacher_d = (y[p][i] - teacher_shift) * inverse;
-        sums.add(d, exponential<T>(d), teacher_d, exponential<T>(teacher_d));
+        const A d = (x[i] - shift) * inverse, teacher_d = (y[i] - teacher_shift) * inverse;
+        sums.add(d, exp_term<T>(d), teacher_d, exp_term<T>(teacher_d));
       }
+    }
   });
 
   A max[2] = {sums.max, sums.teacher_max};
@@ -68,7 +80,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 2) distillation_forward_kernel
 }
 
 template <class T, int V>
-__global__ void __launch_bounds__(kMaxRowThreads, 2) distillation_backward_kernel(const Distillation<T> a) {
+__global__ void __launch_bounds__(kRowThreads<T>, 2) distillation_backward_kernel(const Distillation<T> a) {
   using A = acc_t<T>;
   const int64_t row = int64_t(blockIdx.x) * (blockDim.x / a.threads) + threadIdx.x / a.threads;
   if (row >= a.rows) return;
@@ -79,18 +91,21 @@ __global__ void __launch_bounds__(kMaxRowThreads, 2) distillation_backward_kerne
   load_values(a.saved_lse + row, lse);
   load_values(a.saved_teacher + row, teacher_lse);
   const A factor = dloss[0] * a.inverse_temperature;
-  Walk<V>(logits, a.classes, threadIdx.x % a.threads, a.threads).template batches<2>([&](auto batch) {
+  Walk<V>(logits, a.classes, threadIdx.x % a.threads, a.threads).template batches<1>([&](auto batch) {
     constexpr int N = batch.N, P = batch.P;
-    A x[P][N], y[P][N];
-    load_batch(batch, logits, A(0), x);
-    load_batch(batch, teacher, A(0), y);
+    Pack<T, N> student_packs[P], teacher_packs[P];
+    batch.load(logits, student_packs);
+    batch.load(teacher, teacher_packs);
 #pragma unroll
     for (int p = 0; p < P; ++p) {
       if (!batch.has(p)) continue;
+      A x[N], y[N];
+      unpack(student_packs[p], x);
+      unpack(teacher_packs[p], y);
 #pragma unroll
       for (int i = 0; i < N; ++i)
-        x[p][i] = factor * distillation_grad<T>(x[p][i], lse[0], y[p][i], teacher_lse[0], a.inverse_temperature);
-      store(dlogits + batch.at(p), pack<T, N>(x[p]));
+        x[i] = factor * distillation_grad<T>(x[i], lse[0], y[i], teacher_lse[0], a.inverse_temperature);
+      store(dlogits + batch.at(p), pack<T, N>(x));
     }
   });
 }
@@ -99,7 +114,7 @@ template <class T>
 void run_distillation(Distillation<T> a, bool forward, cudaStream_t stream) {
   if (a.rows == 0) return;
   const bool wide = alike(a.logits, a.teacher, kWidest<T>) && alike(a.logits, a.dlogits, kWidest<T>);
-  const RowShare share = row_share(a.classes, wide, kWidest<T>);
+  const RowShare share = row_share(a.classes, wide, kWidest<T>, kRowThreads<T>);
   a.threads = share.threads;
   for_access<T>(share.wide, [&](auto access) {
     constexpr int V = decltype(access)::value;

@@ -17,7 +17,7 @@ struct Forward {
 };
 
 template <class T, int V, bool By_class>
-__global__ void __launch_bounds__(kMaxRowThreads, 2) forward_kernel(const Forward<T> a) {
+__global__ void __launch_bounds__(kRowThreads<T, By_class>, 2) forward_kernel(const Forward<T> a) {
   using A = acc_t<T>;
   __shared__ typename RowSum<A>::Slots slots;
   RowSum<A> row_sum(slots, a.threads);
@@ -33,32 +33,40 @@ __global__ void __launch_bounds__(kMaxRowThreads, 2) forward_kernel(const Forwar
   if (!By_class && finishes && !target.invalid) load_values(logits + target.index, index_logit);
 
   CrossEntropySums<A> sums;
-  Walk<V>(logits, classes, thread, a.threads).template batches<By_class ? 2 : 4>([&](auto batch) {
+  Walk<V>(logits, classes, thread, a.threads).template batches<By_class ? 1 : 4>([&](auto batch) {
     constexpr int N = batch.N, P = batch.P;
-    A s[P][N], share[P][N];
-    load_batch(batch, logits, -A(INFINITY), s);
+    Pack<T, N> packs[P];
+    batch.load(logits, packs);
+    A share[P][N];
+    if (By_class)
+#pragma unroll
+      for (int p = 0; p < P; ++p)
+        if (batch.has(p)) target.at(batch.at(p), share[p]);
+    A most = -A(INFINITY);
 #pragma unroll
     for (int p = 0; p < P; ++p) {
       if (!batch.has(p)) continue;
-      if (By_class) target.at(batch.at(p), share[p]);
-      if (a.softcap != 0)
+      A x[N];
+      unpack(packs[p], x);
 #pragma unroll
-        for (A& x : s[p]) x = capped(x, a.softcap).value;
+      for (int i = 0; i < N; ++i) most = larger(most, x[i]);
     }
-    A most = s[0][0];
-#pragma unroll
-    for (int p = 0; p < P; ++p)
-#pragma unroll
-      for (int i = 0; i < N; ++i) most = larger(most, s[p][i]);
-    sums.raise(most);
+    sums.raise(a.softcap != 0 ? capped(most, a.softcap).value : most);
     const A shift = shift_of(sums.max);
 #pragma unroll
     for (int p = 0; p < P; ++p) {
+      if (!batch.has(p)) continue;
+      A s[N];
+      forget_unpacked(packs[p]);
+      unpack(packs[p], s);
+      if (a.softcap != 0)
 #pragma unroll
-      for (int i = 0; i < N; ++i) sums.add_exp(exponential<T>(s[p][i] - shift));
-      if (!batch.has(p) || (!By_class && a.target.shares.even == 0)) continue;
+        for (int i = 0; i < N; ++i) s[i] = capped(s[i], a.softcap).value;
 #pragma unroll
-      for (int i = 0; i < N; ++i) sums.add_share(By_class ? share[p][i] : a.target.shares.even, s[p][i]);
+      for (int i = 0; i < N; ++i) sums.add_exp(exp_term<T>(s[i] - shift));
+      if (By_class || a.target.shares.even != 0)
+#pragma unroll
+        for (int i = 0; i < N; ++i) sums.add_share(By_class ? share[p][i] : a.target.shares.even, s[i]);
     }
   });
 
@@ -83,12 +91,14 @@ __global__ void __launch_bounds__(kMaxRowThreads, 2) forward_kernel(const Forwar
 template <class T>
 void run_forward(Forward<T> a, cudaStream_t stream) {
   if (a.rows == 0) return;
-  const RowShare share = row_share(a.classes, a.target.is_alike(a.logits), kWidest<T>);
+  const bool by_class = a.target.is_by_class();
+  const RowShare share = row_share(a.classes, a.target.is_alike(a.logits), kWidest<T>,
+                                   by_class ? kRowThreads<T, true> : kRowThreads<T, false>);
   a.threads = share.threads;
   for_access<T>(share.wide, [&](auto access) {
     constexpr int V = decltype(access)::value;
-    launch(a.target.is_by_class() ? forward_kernel<T, V, true> : forward_kernel<T, V, false>,
-           share.blocks(a.rows), share.block(), 0, stream, a);
+    launch(by_class ? forward_kernel<T, V, true> : forward_kernel<T, V, false>, share.blocks(a.rows), share.block(), 0,
+           stream, a);
   });
 }
 

@@ -6,49 +6,6 @@
 
 namespace memkern {
 
-<<<<<<< HEAD
-struct RowPlan {
-  bool wide;      // 16-byte accesses, else one element at a time
-  bool looped;
-  int elements;   // that a thread holds, where not looped: 8, 16 or 32
-  int threads;    // that share a row
-};
-
-inline RowPlan row_plan(int64_t columns, bool wide, int64_t widest, bool is_fp64, int max_threads) {
-  const int64_t packs = wide ? columns / widest : columns;
-  RowPlan plan{wide, false, columns <= 256 ? 8 : wide ? 32 : 16, 1};
-  if (columns <= 256 && !is_fp64) {
-    while (plan.threads < packs && plan.threads < 32) plan.threads *= 2;
-    return plan;
-  }
-  const int64_t needed = (columns + plan.elements - 1) / plan.elements;
-  plan.looped = is_fp64 || needed > max_threads;
-  const int64_t threads = ((plan.looped ? packs : needed) + 31) / 32 * 32;
-  plan.threads = static_cast<int>(std::min<int64_t>(threads, kMaxRowThreads));
-  return plan;
-}
-
-// Whether rows of this many elements of T, starting at these addresses (null ones aside), all start at a
-// multiple of 16 bytes.
-inline bool rows_are_aligned(int64_t columns, int64_t element_size, std::initializer_list<const void*> pointers) {
-  bool aligned = columns * element_size % 16 == 0;
-  for (const void* p : pointers) aligned &= reinterpret_cast<uintptr_t>(p) % 16 == 0;
-  return aligned;
-}
-
-// Which columns a thread holds: P packs of V, `first + at(p)` the first column of each. Neighbouring threads
-// have neighbouring packs; where a row has several warps, each has 32 P V columns side by side, so that the
-// compiler knows the distance from pack to pack.
-template <int V, int P>
-struct Columns {
-  int first, step;
-  __device__ __forceinline__ Columns(int thread, int threads)
-      : first((thread / 32 * 32 * P + thread % 32) * V), step(P * V == 8 ? threads * V : 32 * V) {}
-  __device__ __forceinline__ int at(int p) const { return p * step; }
-};
-
-=======
->>>>>>> soft_api
 template <class T>
 struct Parameters {
   const void *weight, *bias;  // may be null

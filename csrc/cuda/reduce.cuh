@@ -19,19 +19,11 @@ constexpr int64_t kSharedBytes = 40 << 10;
 template <class A>
 class RowSum {
  public:
-<<<<<<< HEAD
   using Slots = A[2][kMaxRowThreads / 32][4];
 
   __device__ RowSum(Slots& slots, int threads) : slots_(slots), threads_(threads) {}
 
   // Each of the N <= 4 values becomes its sum over the row, in every thread of the row.
-=======
-  using Slots = A[2][kMaxRowThreads / 32][3];
-
-  __device__ RowSum(Slots& slots, int threads) : slots_(slots), threads_(threads) {}
-
-  // Each of the N <= 3 values becomes its sum over the row, in every thread of the row.
->>>>>>> soft_api
   template <int N>
   __device__ __forceinline__ void operator()(A (&values)[N]) {
     fold(values, [](A a, A b) { return a + b; });
@@ -39,11 +31,7 @@ class RowSum {
   // The same for the largest; NaN counts as nothing.
   template <int N>
   __device__ __forceinline__ void max(A (&values)[N]) {
-<<<<<<< HEAD
     fold(values, [](A a, A b) { return std::fmax(a, b); });
-=======
-    fold(values, [](A a, A b) { return a > b ? a : b; });
->>>>>>> soft_api
   }
 
  private:
