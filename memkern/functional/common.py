@@ -35,9 +35,15 @@ def number(name: str, value: object, fits: Callable[[float], bool], needed: str)
         raise ValueError(f"{name}: got {value}, needs {needed}")
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for the device of ``x``."""
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def torch_dtype(function: Callable[..., Tensor], x: Tensor, *arguments: Any) -> torch.dtype:
     """The dtype that PyTorch's own ``function`` of a matrix and ``arguments`` returns for ``x``, here and now."""
-    if not torch.is_autocast_enabled(x.device.type):
+    if not autocasts(x):
         return x.dtype
     return function(x.new_empty(0, 1), *arguments).dtype
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memkern import backends
-from memkern.functional.common import floating, number, one_of
+from memkern.functional.common import autocasts, floating, number, one_of
 from memkern.functional.cross_entropy_autograd import CrossEntropy
 from memkern.ops import computed_in
 
@@ -121,4 +121,4 @@ class Options:
 
 def loss_dtype(x: Tensor) -> torch.dtype:
     """Of the loss, as PyTorch's: that of ``x``, and float32 under autocast."""
-    return computed_in(x) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    return computed_in(x) if autocasts(x) else x.dtype

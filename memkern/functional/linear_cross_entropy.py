@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memkern.functional.common import floating
+from memkern.functional.common import autocasts, floating
 from memkern.functional.cross_entropy_rows import Options, Rows, flat, loss_dtype, target_rows
 from memkern.functional.linear_cross_entropy_autograd import LinearCrossEntropy, Plan, differentiable
 
@@ -69,9 +69,8 @@ def linear_cross_entropy(
 
 def _logits_dtype(hidden: Tensor) -> torch.dtype:
     """As those of torch.nn.functional.linear."""
-    device = floating("hidden", hidden).device.type
-    autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
-    return torch.get_autocast_dtype(device) if autocast else hidden.dtype
+    autocast = autocasts(floating("hidden", hidden)) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
 
 
 def _rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Rows:
@@ -87,7 +86,7 @@ def _rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, d
             continue
         if parameter.device != hidden.device:
             raise ValueError(f"{name}: got device {parameter.device}, needs that of hidden, {hidden.device}")
-        if parameter.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        if parameter.dtype != hidden.dtype and not autocasts(hidden):
             raise ValueError(f"{name}: got dtype {parameter.dtype}, needs that of hidden, {hidden.dtype}")
     return Rows(flat(hidden), target_rows(target, hidden, dtype, shape, (*shape, classes), -1), classes, shape)
 
