@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from memkern import ops
 from memkern.functional.common import batched_together, forward_derivative, gradients_of, signature_read_once
@@ -227,11 +226,12 @@ class GradientInForward(Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Maybe, ...]:
         if torch.compiler.is_compiling():
             gradient, scale = ctx.saved_tensors
             return (gradient * (dloss / scale)[:, None]).to(gradient.dtype), None, None, None, None
+        if torch.is_grad_enabled():
+            raise RuntimeError("cross_entropy: got create_graph=True, which grad_in_forward=True does not go with")
         if ctx.used:
             raise RuntimeError(
                 "cross_entropy: a second backward pass through grad_in_forward=True, which gave its gradient away in"
