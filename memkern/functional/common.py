@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,6 +40,11 @@ def autocasts(x: Tensor) -> bool:
     """Whether autocast is on for the device of ``x``."""
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Operations on tensors like ``x`` keep their dtypes inside."""
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext()
 
 
 def torch_dtype(function: Callable[..., Tensor], x: Tensor, *arguments: Any) -> torch.dtype:

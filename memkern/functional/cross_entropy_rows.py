@@ -104,13 +104,17 @@ class Options:
         """Of the losses (rows,), or of their sum, what the reduction makes of them."""
         if self.reduction == "none":
             return loss.reshape(rows.shape)
-        return loss.sum() / (self._divisor(rows) if self.reduction == "mean" else 1)
+        if self.reduction == "sum":
+            return loss.sum()
+        divisor = self._divisor(rows)
+        nothing = divisor == 0  # the mean is NaN and, as PyTorch's, has a gradient of 0, not of 0 / 0
+        return torch.where(nothing, torch.nan, loss.sum() / torch.where(nothing, 1, divisor))
 
-    def _divisor(self, rows: Rows) -> Tensor | int:
+    def _divisor(self, rows: Rows) -> Tensor:
         """What a mean divides by: the weights of the classes of all rows; with probabilities the number of rows."""
         target, weight = rows.target, self.weight_for(rows)
         if target.is_floating_point():
-            return target.shape[0] if rows.classes else 0  # as PyTorch, where 0 / 0 is NaN
+            return torch.full((), target.shape[0] if rows.classes else 0, device=target.device)
         counted = target != self.ignore_index
         if weight is None:
             return counted.sum()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memkern import ops
-from memkern.functional.common import gradients_of
+from memkern.functional.common import gradients_of, without_autocast
 from memkern.functional.cross_entropy_autograd import CrossEntropy, headroom, row_loss, times_rows_
 
 Maybe = Tensor | None
@@ -37,7 +37,7 @@ def differentiable(
     plan: Plan, hidden: Tensor, weight: Tensor, bias: Maybe, target: Tensor, class_weight: Maybe
 ) -> Tensor:
     """The loss by way of all logits at once, for derivatives of any kind."""
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden):
         h, w, b = (None if t is None else t.to(plan.dtype) for t in (hidden, weight, bias))
         loss = row_loss(torch.nn.functional.linear(h, w, b), target, class_weight, plan.loss)[0]
     return loss.sum() if plan.summed else loss
@@ -97,7 +97,7 @@ def _run(
     hidden: Tensor, weight: Tensor, bias: Maybe, target: Tensor, class_weight: Maybe,
 ) -> tuple[Tensor, Tensor, Gradients]:  # fmt: skip
     """Loss and lse of each row, unless lse is given; and the gradients of sum(dloss loss) that are needed."""
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden):
         gradients = Gradients.zeros(hidden, weight, bias, needs, plan.dtype)
         w, b = weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype)
         losses, lses = [], []
@@ -149,22 +149,23 @@ class LinearCrossEntropy(Function):
         if torch.is_grad_enabled():  # create_graph
             found = gradients_of(lambda *t: differentiable(plan, *t), arguments, dloss)
             return None, *(g if need else None for g, need in zip(found, needs, strict=True))
-        dloss = dloss.expand(len(lse)) if plan.summed else dloss
         if ctx.made:
-            found = [None if g is None else _times(g, dloss[:1]) for g in (dhidden, dweight, dbias)]
+            found = [None if g is None else _times(g, dloss) for g in (dhidden, dweight, dbias)]
             ctx.made = False
         else:
-            made = _run(plan, dloss, needs[:3], lse, *arguments)[2]
+            made = _run(plan, dloss.expand_as(lse), needs[:3], lse, *arguments)[2]
             found = [made.hidden, made.weight, made.bias]
         gradients = (None if g is None else g.to(t.dtype) for g, t in zip(found, arguments, strict=False))
         return None, *gradients, None, None
 
 
 def _times(gradient: Tensor, factor: Tensor) -> Tensor:
-    """The product with the one factor, in fp32, over the gradient where memory is counted.
+    """The product with the one factor, in fp32; over the gradient, unless a compiler plans the memory.
 
     .data has no version: what backward saved may be changed, since it does not read it a second time.
     """
     if torch.compiler.is_compiling():
-        return (gradient * factor).to(gradient.dtype)
-    return times_rows_(gradient.data.reshape(len(gradient), -1), factor.expand(len(gradient))).reshape(gradient.shape)
+        return (gradient * factor.reshape((1,) * gradient.dim())).to(gradient.dtype)
+    rows = gradient.data if gradient.dim() == 2 else gradient.data[:, None]
+    times_rows_(rows, factor.expand(len(rows)))
+    return gradient.data
