@@ -68,7 +68,7 @@ def _load(x_ptr, start, column, inside, other: tl.constexpr):
 def _capped(x, SOFTCAP: tl.constexpr):
     """The logits s, and ds/dx."""
     slope = tl.full(x.shape, 1.0, tl.float32)
-    if SOFTCAP:
+    if SOFTCAP != 0.0:
         e, less_one = _exp_minus(tl.abs(x) * (2.0 / SOFTCAP), 0.0)
         inverse = 1.0 / (e + 1.0)
         value = less_one * inverse * -SOFTCAP
@@ -97,7 +97,7 @@ def _shares(
     q = tl.where(column == index, 1.0, 0.0)
     if PROBABILITIES:
         q = _load(target_ptr, start, column, inside, 0.0)
-    if SMOOTHING:
+    if SMOOTHING != 0.0:
         q = q * (1.0 - SMOOTHING) + SMOOTHING / classes
     if weight_ptr is not None:
         q *= tl.load(weight_ptr + column, mask=column < classes, other=0.0)
@@ -142,7 +142,7 @@ def _forward_kernel(
     log_sum = _log1p(rest + (ones - 1.0))
     lse = most + log_sum
     loss = distance + weight * log_sum
-    if Z_LOSS:
+    if Z_LOSS != 0.0:
         loss += lse * lse * Z_LOSS
     loss = tl.where(invalid, NAN, tl.where(classes == 0, 0.0, loss))
     tl.store(loss_ptr + row, tl.where(ignored, 0.0, loss), mask=live)
@@ -170,7 +170,7 @@ def _backward_kernel(
             SMOOTHING,
         )  # fmt: skip
         total += tl.sum(share, 1)
-    if Z_LOSS:
+    if Z_LOSS != 0.0:
         total += lse * (2.0 * Z_LOSS)
     counted = (live & (ignored == 0))[:, None]
     for start in range(0, classes, BLOCK):
