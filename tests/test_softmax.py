@@ -415,7 +415,7 @@ def test_bad_arguments(backend, device) -> None:
             op(x, None, dim, 1.0, False, False, False, 0.0, None, x.dtype)
     with pytest.raises(RuntimeError, match="dtype: needs"):
         forward(backend, x, dtype=torch.float16)
-    with pytest.raises(RuntimeError, match="seed: needs"):
+    with pytest.raises(RuntimeError, match="seed: dropout needs one int64"):
         forward(backend, x, dropout=0.5)
     with pytest.raises(RuntimeError, match="causal: needs"):
         forward(backend, x, dim=0, causal=True)

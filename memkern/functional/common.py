@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,9 +36,20 @@ def number(name: str, value: object, fits: Callable[[float], bool], needed: str)
         raise ValueError(f"{name}: got {value}, needs {needed}")
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for the device of ``x``."""
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Operations on tensors like ``x`` keep their dtypes inside."""
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext()
+
+
 def torch_dtype(function: Callable[..., Tensor], x: Tensor, *arguments: Any) -> torch.dtype:
     """The dtype that PyTorch's own ``function`` of a matrix and ``arguments`` returns for ``x``, here and now."""
-    if not torch.is_autocast_enabled(x.device.type):
+    if not autocasts(x):
         return x.dtype
     return function(x.new_empty(0, 1), *arguments).dtype
 

@@ -75,7 +75,7 @@ def cross_entropy(
         raise ValueError("input: got no dimension, needs (C), (N, C) or (N, C, d1, ...)")
     classes_dim = min(1, x.dim() - 1)
     shape = (*x.shape[:classes_dim], *x.shape[classes_dim + 1 :])
-    targets = target_rows(target, x, shape, x.shape, classes_dim)
+    targets = target_rows(target, x, x.dtype, shape, x.shape, classes_dim)
     rows = Rows(flat(x.movedim(classes_dim, -1)), targets, x.shape[classes_dim], shape)
     options = Options(weight, ignore_index, reduction, label_smoothing, z_loss, softcap)
     plan, weight = options.plan(rows), options.weight_for(rows)
@@ -87,11 +87,7 @@ def cross_entropy(
         loss = GradientInForward.apply(rows.x, targets, weight, plan, overwrite)
     else:
         loss = row_loss(rows.x, targets, weight, plan)[0]
-    if reduction == "none":
-        loss = loss.reshape(shape)
-    else:
-        loss = loss.sum() / options.divisor(rows)
-    return loss.to(loss_dtype(x))
+    return options.reduced(loss, rows).to(loss_dtype(x))
 
 
 def _check_overwrite(x: Tensor, grad_in_forward: bool) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from memkern import ops
 from memkern.functional.common import batched_together, forward_derivative, gradients_of, signature_read_once
@@ -47,7 +46,9 @@ class CrossEntropy:
         dtype = ops.computed_in(logits)
         return tuple(t.to(dtype) for t in reference.losses(logits, target, weight, *self._options))
 
-    def backward(self, dloss: Tensor, logits: Tensor, target: Tensor, weight: Maybe, lse: Tensor) -> Tensor:
+    def backward(
+        self, dloss: Tensor, logits: Tensor, target: Tensor, weight: Maybe, lse: Tensor, _: Maybe = None
+    ) -> Tensor:
         return self._op("backward")(dloss, logits, lse, target, weight, *self._options)
 
     def backward_(self, dloss: Tensor, logits: Tensor, target: Tensor, weight: Maybe, lse: Tensor) -> None:
@@ -76,7 +77,9 @@ class Distillation:
         dtype = ops.computed_in(logits)
         return tuple(t.to(dtype) for t in reference.divergences(logits, teacher, self.temperature))
 
-    def backward(self, dloss: Tensor, logits: Tensor, teacher: Tensor, weight: Maybe, lse: Tensor, teacher_lse: Tensor):
+    def backward(
+        self, dloss: Tensor, logits: Tensor, teacher: Tensor, weight: Maybe, lse: Tensor, teacher_lse: Maybe
+    ) -> Tensor:
         op = ops.op(self.backend, "distillation_backward")
         return op(dloss, logits, lse, teacher, teacher_lse, self.temperature)
 
@@ -105,17 +108,18 @@ class _RowLoss(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.plan = inputs
-        ctx.save_for_backward(*tensors, *output[1:])
+        _, lse, teacher_lse = output if len(output) == 3 else (*output, None)
+        ctx.save_for_backward(*tensors, lse, teacher_lse)
         ctx.save_for_forward(*tensors)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Maybe, ...]:
-        logits, target, weight, *saved = ctx.saved_tensors
+        logits, target, weight, lse, teacher_lse = ctx.saved_tensors
         need_logits, need_target, need_weight, _ = ctx.needs_input_grad
         dlogits = dtarget = dweight = None
         if need_logits:
-            dlogits = row_loss_backward(dloss, logits, target, weight, *saved, ctx.plan)
+            dlogits = row_loss_backward(dloss, logits, target, weight, lse, teacher_lse, ctx.plan)
         if need_target or need_weight:
             found = gradients_of(lambda t, w: _loss(ctx.plan, logits, t, w), (target, weight), dloss)
             dtarget, dweight = (g if need else None for g, need in zip(found, (need_target, need_weight), strict=True))
@@ -138,29 +142,31 @@ class _RowLossBackward(Function):
 
     @staticmethod
     @signature_read_once
-    def forward(dloss: Tensor, logits: Tensor, target: Tensor, weight: Maybe, *saved_and_plan: Any) -> Tensor:
-        *saved, plan = saved_and_plan
-        return plan.backward(dloss, logits, target, weight, *saved)
+    def forward(
+        dloss: Tensor, logits: Tensor, target: Tensor, weight: Maybe, lse: Tensor, teacher_lse: Maybe, plan: Plan
+    ) -> Tensor:
+        return plan.backward(dloss, logits, target, weight, lse, teacher_lse)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.plan, ctx.inputs = inputs[-1], len(inputs)
+        ctx.plan = inputs[-1]
         ctx.save_for_backward(*inputs[:4])
         ctx.save_for_forward(*inputs[:4])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Maybe, ...]:
         found = gradients_of(lambda *t: _gradient(ctx.plan, *t), ctx.saved_tensors, g)
-        return *found, *(None,) * (ctx.inputs - 4)
+        return *found, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        dloss, logits, target, weight, *saved, plan = inputs
+        dloss, logits, target, weight, lse, teacher_lse, plan = inputs
         if in_dims[3] is not None:
             return torch.vmap(lambda *t: _gradient(plan, *t), in_dims[:4])(dloss, logits, target, weight), 0
-        together = batched_together((dloss, logits, target, *saved), (*in_dims[:3], *in_dims[4:-1]), info.batch_size)
-        dloss, logits, target, *saved = (t.flatten(0, 1) for t in together)
-        dlogits = row_loss_backward(dloss, logits, target, weight, *saved, plan)
+        rows = (dloss, logits, target, lse, teacher_lse)
+        together = batched_together(rows, (*in_dims[:3], *in_dims[4:6]), info.batch_size)
+        dloss, logits, target, lse, teacher_lse = (None if t is None else t.flatten(0, 1) for t in together)
+        dlogits = row_loss_backward(dloss, logits, target, weight, lse, teacher_lse, plan)
         return dlogits.unflatten(0, (info.batch_size, logits.shape[0] // info.batch_size)), 0
 
 
@@ -220,11 +226,12 @@ class GradientInForward(Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Maybe, ...]:
         if torch.compiler.is_compiling():
             gradient, scale = ctx.saved_tensors
             return (gradient * (dloss / scale)[:, None]).to(gradient.dtype), None, None, None, None
+        if torch.is_grad_enabled():
+            raise RuntimeError("cross_entropy: got create_graph=True, which grad_in_forward=True does not go with")
         if ctx.used:
             raise RuntimeError(
                 "cross_entropy: a second backward pass through grad_in_forward=True, which gave its gradient away in"

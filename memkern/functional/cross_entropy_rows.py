@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memkern import backends
-from memkern.functional.common import floating, number, one_of
+from memkern.functional.common import autocasts, floating, number, one_of
 from memkern.functional.cross_entropy_autograd import CrossEntropy
 from memkern.ops import computed_in
 
@@ -33,8 +33,10 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def target_rows(target: object, x: Tensor, shape: Sequence[int], with_classes: Sequence[int], dim: int) -> Tensor:
-    """``target`` as the ops want it: (rows,) int64, or (rows, classes) in the dtype of ``x`` or float32.
+def target_rows(
+    target: object, x: Tensor, dtype: torch.dtype, shape: Sequence[int], with_classes: Sequence[int], dim: int
+) -> Tensor:
+    """``target`` as the ops want it for logits of a dtype: (rows,) int64, or (rows, classes) of that dtype or float32.
 
     ``shape`` is what classes need; probabilities need ``with_classes``, with the classes in dimension ``dim``.
     """
@@ -52,8 +54,8 @@ def target_rows(target: object, x: Tensor, shape: Sequence[int], with_classes: S
         )
     if not probable:
         return target.reshape(-1).long()
-    served = target.dtype == x.dtype or (target.dtype == torch.float32 and x.dtype.itemsize == 2)
-    return flat((target if served else target.to(computed_in(x))).movedim(dim, -1))
+    wide = torch.promote_types(dtype, torch.float32)
+    return flat((target if target.dtype in (dtype, wide) else target.to(wide)).movedim(dim, -1))
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,21 @@ class Options:
         """The weights in the dtype that the rows are computed in."""
         return None if self.weight is None else self.weight.to(computed_in(rows.x))
 
-    def divisor(self, rows: Rows) -> Tensor | int:
+    def reduced(self, loss: Tensor, rows: Rows) -> Tensor:
+        """Of the losses (rows,), or of their sum, what the reduction makes of them."""
+        if self.reduction == "none":
+            return loss.reshape(rows.shape)
+        if self.reduction == "sum":
+            return loss.sum()
+        divisor = self._divisor(rows)
+        nothing = divisor == 0  # the mean is NaN and, as PyTorch's, has a gradient of 0, not of 0 / 0
+        return torch.where(nothing, torch.nan, loss.sum() / torch.where(nothing, 1, divisor))
+
+    def _divisor(self, rows: Rows) -> Tensor:
         """What a mean divides by: the weights of the classes of all rows; with probabilities the number of rows."""
         target, weight = rows.target, self.weight_for(rows)
         if target.is_floating_point():
-            return target.shape[0]
+            return torch.full((), target.shape[0] if rows.classes else 0, device=target.device)
         counted = target != self.ignore_index
         if weight is None:
             return counted.sum()
@@ -113,4 +125,4 @@ class Options:
 
 def loss_dtype(x: Tensor) -> torch.dtype:
     """Of the loss, as PyTorch's: that of ``x``, and float32 under autocast."""
-    return computed_in(x) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    return computed_in(x) if autocasts(x) else x.dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memkern.functional.common import floating
+from memkern.functional.common import autocasts, floating
 from memkern.functional.cross_entropy_rows import Options, Rows, flat, loss_dtype, target_rows
 from memkern.functional.linear_cross_entropy_autograd import LinearCrossEntropy, Plan, differentiable
 
@@ -55,24 +55,25 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes, devices or options that do not go together or are out of range.
         IndexError: a class out of range, on the CPU. On a GPU its loss and gradient are NaN.
     """
-    rows = _rows(hidden, weight, target, bias)
+    dtype = _logits_dtype(hidden)
+    rows = _rows(hidden, weight, target, bias, dtype)
     options = Options(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, "class_weight")
-    device = hidden.device.type
-    autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     needed = any(t is not None and t.requires_grad for t in (hidden, weight, bias)) and torch.is_grad_enabled()
     summed = reduction != "none"
     chunk = _chunk(weight, dtype) if chunk_tokens is None else _checked_chunk(chunk_tokens)
     plan = Plan(options.plan(rows), chunk, dtype, summed, in_forward=summed and needed)
-    arguments = rows.x, weight, bias, rows.target, options.weight_for(rows), plan
-    loss = differentiable(*arguments) if _needs_all_logits(*arguments[:5]) else LinearCrossEntropy.apply(*arguments)
-    if reduction == "mean":
-        loss = loss / options.divisor(rows)
-    return (loss if summed else loss.reshape(rows.shape)).to(loss_dtype(hidden))
+    arguments = rows.x, weight, bias, rows.target, options.weight_for(rows)
+    loss = (differentiable if _needs_all_logits(*arguments) else LinearCrossEntropy.apply)(plan, *arguments)
+    return options.reduced(loss, rows).to(loss_dtype(hidden))
 
 
-def _rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Rows:
-    floating("hidden", hidden)
+def _logits_dtype(hidden: Tensor) -> torch.dtype:
+    """As those of torch.nn.functional.linear."""
+    autocast = autocasts(floating("hidden", hidden)) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
+
+
+def _rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Rows:
     if hidden.dim() == 0:
         raise ValueError("hidden: got no dimension, needs (..., features)")
     if floating("weight", weight).dim() != 2 or weight.shape[1] != hidden.shape[-1]:
@@ -85,9 +86,9 @@ def _rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -
             continue
         if parameter.device != hidden.device:
             raise ValueError(f"{name}: got device {parameter.device}, needs that of hidden, {hidden.device}")
-        if parameter.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        if parameter.dtype != hidden.dtype and not autocasts(hidden):
             raise ValueError(f"{name}: got dtype {parameter.dtype}, needs that of hidden, {hidden.dtype}")
-    return Rows(flat(hidden), target_rows(target, hidden, shape, (*shape, classes), -1), classes, shape)
+    return Rows(flat(hidden), target_rows(target, hidden, dtype, shape, (*shape, classes), -1), classes, shape)
 
 
 def _checked_chunk(tokens: object) -> int:

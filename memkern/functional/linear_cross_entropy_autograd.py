@@ -7,7 +7,7 @@ where each chunk of rows has its own part of G and dh, and adds to dW and db.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memkern import ops
-from memkern.functional.common import gradients_of
-from memkern.functional.cross_entropy_autograd import CrossEntropy, headroom, row_loss
+from memkern.functional.common import gradients_of, without_autocast
+from memkern.functional.cross_entropy_autograd import CrossEntropy, headroom, row_loss, times_rows_
 
 Maybe = Tensor | None
 BLOCK = 2**23  # elements of dW that a product is added to at a time, where that takes a temporary copy
@@ -34,10 +34,10 @@ class Plan:
 
 
 def differentiable(
-    hidden: Tensor, weight: Tensor, bias: Maybe, target: Tensor, class_weight: Maybe, plan: Plan
+    plan: Plan, hidden: Tensor, weight: Tensor, bias: Maybe, target: Tensor, class_weight: Maybe
 ) -> Tensor:
     """The loss by way of all logits at once, for derivatives of any kind."""
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden):
         h, w, b = (None if t is None else t.to(plan.dtype) for t in (hidden, weight, bias))
         loss = row_loss(torch.nn.functional.linear(h, w, b), target, class_weight, plan.loss)[0]
     return loss.sum() if plan.summed else loss
@@ -52,7 +52,9 @@ class Gradients:
     bias: Maybe
 
     @classmethod
-    def zeros(cls, hidden: Tensor, weight: Tensor, bias: Maybe, needs: tuple[bool, ...], dtype: torch.dtype) -> Gradients:
+    def zeros(
+        cls, hidden: Tensor, weight: Tensor, bias: Maybe, needs: tuple[bool, ...], dtype: torch.dtype
+    ) -> Gradients:
         wide = torch.promote_types(dtype, torch.float32)
         kept = torch.bfloat16 if dtype == torch.bfloat16 else wide
         return cls(
@@ -91,11 +93,11 @@ def _add_product(total: Tensor, g: Tensor, h: Tensor, undo: Maybe) -> None:
 
 
 def _run(
-    hidden: Tensor, weight: Tensor, bias: Maybe, target: Tensor, class_weight: Maybe, plan: Plan,
-    dloss: Maybe, needs: tuple[bool, ...], lse: Maybe = None,
+    plan: Plan, dloss: Maybe, needs: tuple[bool, ...], lse: Maybe,
+    hidden: Tensor, weight: Tensor, bias: Maybe, target: Tensor, class_weight: Maybe,
 ) -> tuple[Tensor, Tensor, Gradients]:  # fmt: skip
     """Loss and lse of each row, unless lse is given; and the gradients of sum(dloss loss) that are needed."""
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden):
         gradients = Gradients.zeros(hidden, weight, bias, needs, plan.dtype)
         w, b = weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype)
         losses, lses = [], []
@@ -131,11 +133,11 @@ class LinearCrossEntropy(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Maybe, target: Tensor, class_weight: Maybe, plan: Plan):
-        arguments = hidden, weight, bias, target, class_weight
-        dloss = hidden.new_ones(len(hidden), dtype=ops.computed_in(hidden)) if plan.in_forward else None
-        needs = ctx.needs_input_grad[:3] if plan.in_forward else (False,) * 3
-        losses, lse, made = _run(*arguments, plan, dloss, needs)
+    def forward(ctx: Any, plan: Plan, *arguments: Any) -> Tensor:
+        hidden, needs, dloss = arguments[0], (False,) * 3, None
+        if plan.in_forward:
+            needs, dloss = ctx.needs_input_grad[1:4], hidden.new_ones(len(hidden), dtype=ops.computed_in(hidden))
+        losses, lse, made = _run(plan, dloss, needs, None, *arguments)
         ctx.save_for_backward(*arguments, lse, made.hidden, made.weight, made.bias)
         ctx.plan, ctx.made = plan, plan.in_forward
         return losses.sum() if plan.summed else losses
@@ -143,21 +145,27 @@ class LinearCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Maybe, ...]:
         *arguments, lse, dhidden, dweight, dbias = ctx.saved_tensors
-        plan, needs = ctx.plan, ctx.needs_input_grad[:3]
+        plan, needs = ctx.plan, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():  # create_graph
-            found = gradients_of(lambda *t: differentiable(*t, plan), arguments, dloss)
-            return *(g if need else None for g, need in zip(found, ctx.needs_input_grad[:5], strict=True)), None
+            found = gradients_of(lambda *t: differentiable(plan, *t), arguments, dloss)
+            return None, *(g if need else None for g, need in zip(found, needs, strict=True))
         if ctx.made:
-            made = [dhidden, dweight, dbias]
-            if not torch.compiler.is_compiling():
-                ctx.made = False
-                # .data: their version need not tell, since nothing reads them from here on.
-                made = [None if g is None else g.data.mul_(dloss) for g in made]
-            else:
-                made = [None if g is None else g * dloss for g in made]
+            found = [None if g is None else _times(g, dloss) for g in (dhidden, dweight, dbias)]
+            ctx.made = False
         else:
-            dloss = dloss.expand(len(lse)) if plan.summed else dloss
-            gradients = _run(*arguments, replace(plan, in_forward=True), dloss, needs, lse)[2]
-            made = [gradients.hidden, gradients.weight, gradients.bias]
-        of = arguments[:3]
-        return *(None if g is None else g.to(t.dtype) for g, t in zip(made, of, strict=True)), None, None, None
+            made = _run(plan, dloss.expand_as(lse), needs[:3], lse, *arguments)[2]
+            found = [made.hidden, made.weight, made.bias]
+        gradients = (None if g is None else g.to(t.dtype) for g, t in zip(found, arguments, strict=False))
+        return None, *gradients, None, None
+
+
+def _times(gradient: Tensor, factor: Tensor) -> Tensor:
+    """The product with the one factor, in fp32; over the gradient, unless a compiler plans the memory.
+
+    .data has no version: what backward saved may be changed, since it does not read it a second time.
+    """
+    if torch.compiler.is_compiling():
+        return (gradient * factor.reshape((1,) * gradient.dim())).to(gradient.dtype)
+    rows = gradient.data if gradient.dim() == 2 else gradient.data[:, None]
+    times_rows_(rows, factor.expand(len(rows)))
+    return gradient.data

@@ -48,7 +48,7 @@ def softmax(
         IndexError: ``dim`` is out of range.
         ValueError: another ``autocast``.
     """
-    return _along("softmax", input, dim, _stacklevel + 1, dtype, autocast)
+    return _along("softmax", input, dim, _stacklevel, dtype, autocast)
 
 
 def log_softmax(
@@ -63,7 +63,7 @@ def log_softmax(
 
     Arguments, accuracy and what is raised are those of :func:`softmax`.
     """
-    return _along("log_softmax", input, dim, _stacklevel + 1, dtype, autocast)
+    return _along("log_softmax", input, dim, _stacklevel, dtype, autocast)
 
 
 def scaled_masked_softmax(

@@ -36,9 +36,9 @@ def _coefficients(
     if target.is_floating_point():
         q, counted = wide(target), torch.ones(target.shape[:-1], dtype=torch.bool, device=target.device)
     else:
-        counted, in_range = target != ignore_index, (target >= 0) & (target < classes)
+        counted = target != ignore_index
         q = wide(target[..., None] == torch.arange(classes, device=target.device))
-        q = torch.where(in_range[..., None], q, torch.nan)
+        q = torch.where((counted & ((target < 0) | (target >= classes)))[..., None], torch.nan, q)
     q = (1 - label_smoothing) * q + label_smoothing / max(classes, 1)
     return q if weight is None else q * wide(weight), counted
 
