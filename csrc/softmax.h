@@ -11,15 +11,40 @@ namespace memkern {
 
 // ---- Arguments --------------------------------------------------------------
 
+// Divides by a number that the host knows: in two multiplications, where a GPU's 64-bit division takes a hundred
+// instructions. n < 2^62.
+struct Divisor {
+  uint64_t value = 1, inverse = ~uint64_t{0};  // of 2^64, rounded down
+
+  Divisor() = default;
+  explicit Divisor(int64_t divisor) : value(divisor), inverse(~uint64_t{0} / value) {}
+
+  // The quotient, and what is left.
+  MK_HD int64_t operator()(int64_t n, int64_t& rest) const {
+#ifdef __CUDA_ARCH__
+    uint64_t quotient = __umul64hi(n, inverse);
+#else
+    uint64_t quotient = static_cast<unsigned __int128>(n) * inverse >> 64;
+#endif
+    rest = n - quotient * value;
+    if (uint64_t(rest) < value) return quotient;  // else it is one too low
+    rest -= value;
+    return quotient + 1;
+  }
+};
+
 // x, contiguous, is outer x n x inner, and softmax is over n.
 struct SoftmaxShape {
   int64_t outer = 1, n = 1, inner = 1;
-  int64_t queries = 0;  // of causal softmax, where inner is 1 and outer counts its rows; else 0
+  bool causal = false;  // inner is then 1, and outer counts rows
+  Divisor queries;
 
   // How many keys row `row` sees: the last query sees all.
   MK_HD int64_t live(int64_t row) const {
-    if (queries == 0) return n;
-    const int64_t keys = row % queries + 1 + n - queries;
+    if (!causal) return n;
+    int64_t query;
+    queries(row, query);
+    const int64_t keys = query + 1 + n - int64_t(queries.value);
     return keys < 0 ? 0 : keys > n ? n : keys;
   }
 };
@@ -32,7 +57,8 @@ inline SoftmaxShape softmax_shape(const Tensor& x, int64_t dim, bool causal) {
   for (int64_t d = 0; d < x.dim(); ++d) (d < dim ? shape.outer : d == dim ? shape.n : shape.inner) *= x.size(d);
   if (!causal) return shape;
   STD_TORCH_CHECK(x.dim() >= 2 && dim == x.dim() - 1, "causal: needs dim to be the last of x (queries, keys)");
-  shape.queries = x.size(dim - 1);
+  shape.causal = true;
+  if (x.numel() > 0) shape.queries = Divisor(x.size(dim - 1));
   return shape;
 }
 
@@ -70,15 +96,16 @@ struct MaskRows {
   MaskType type = MaskType::none;
   const void* data = nullptr;
   int64_t key_stride = 1;
-  int dims = 0;                          // that rows are counted in
-  int64_t size[kDims], stride[kDims];    // the first is the one that varies fastest
+  int dims = 0;  // that rows are counted in; the first is the one that varies fastest
+  Divisor size[kDims];
+  int64_t stride[kDims];
 
   MK_HD int64_t start(int64_t row) const {
-    int64_t at = 0;
+    int64_t at = 0, place = 0;
     for (int d = 0; d < kDims; ++d)
       if (d < dims) {
-        at += d + 1 < dims ? row % size[d] * stride[d] : row * stride[d];
-        row /= size[d];
+        row = size[d](row, place);
+        at += place * stride[d];
       }
     return at;
   }
@@ -102,17 +129,18 @@ inline MaskRows mask_rows(const Tensor& x, const MaybeTensor& mask, int64_t dim,
     for (int64_t d = m.dim() - 2; d >= 0; --d) {
       if (m.size(d) == 1) continue;
       const int last = rows.dims - 1;
-      if (last >= 0 && m.stride(d) == rows.stride[last] * rows.size[last]) {
-        rows.size[last] *= m.size(d);
+      if (last >= 0 && m.stride(d) == rows.stride[last] * int64_t(rows.size[last].value)) {
+        rows.size[last] = Divisor(rows.size[last].value * m.size(d));
         continue;
       }
       if (rows.dims == MaskRows::kDims) return false;
-      rows.size[rows.dims] = m.size(d);
+      rows.size[rows.dims] = Divisor(m.size(d));
       rows.stride[rows.dims++] = m.stride(d);
     }
     return true;
   };
   held = *mask;
+  if (x.numel() == 0) return rows;
   if (!walk(held)) walk(held = torch::stable::contiguous(held));  // more dimensions than anyone broadcasts over
   rows.data = held.const_data_ptr();
   if (held.dim() > 0) rows.key_stride = held.stride(held.dim() - 1);
@@ -122,8 +150,8 @@ inline MaskRows mask_rows(const Tensor& x, const MaybeTensor& mask, int64_t dim,
 // ---- Formulas ---------------------------------------------------------------
 //
 // Of a row, with z = scale x + mask and m near the largest z:  e = exp(z - m),  y = e / sum e,  and log-softmax
-// is (z - m) - log sum e.  z - m is one fma, which does not round scale x where that is large: any m will do, as
-// long as it is the same for the row, but z must not lose its last bits. A masked z is -inf, and e is then 0.
+// is (z - m) - log sum e.  z - m must be right to the last bit where scale x is large, so scale x is not rounded on
+// the way: any m will do that is one for the row. A masked z is -inf, and its e is 0.
 // With g = dy after dropout,  dx = scale y (g - sum(g y)),  or, for log-softmax,  dx = scale (g - exp(y) sum(g)).
 
 // m, or 0 where every z is -inf: exp(-inf - -inf) is never asked for.
@@ -136,6 +164,12 @@ MK_HD A shift_of(A max) {
 template <class A>
 MK_HD A logit(A x, A scale, A mask) {
   return std::fma(x, scale, mask);
+}
+
+// z - m without a mask that is added, from the x of the largest z: 0 there.
+template <class A>
+MK_HD A distance(A x, A scale, A top) {
+  return (x - top) * scale;
 }
 
 // z - m without a mask that is added.
@@ -172,15 +206,15 @@ MK_HD A larger(A a, A b) {
 #endif
 }
 
-// The largest z of part of a row, and the sum of its exp(z - shift_of(max)).
+// The largest z of part of a row, in units of 1 / scale, and the sum of its exp(z - shift_of(max)).
 template <class A>
 struct MaxSum {
   A max = -A(INFINITY), sum = 0;
 
   // To a max that is no lower. A part that is all -inf keeps the sum 0.
   template <class Storage>
-  MK_HD void raise(A to) {
-    sum *= exponential<Storage>(max - shift_of(to));
+  MK_HD void raise(A to, A scale) {
+    sum *= exponential<Storage>(distance(max, scale, shift_of(to)));
     max = to;
   }
 };

@@ -12,6 +12,12 @@ bool has_rows(const Tensor& x) { return x.size(1) < 2 || x.stride(1) == 1; }
 Tensor in_rows(const Tensor& x) { return has_rows(x) ? x : torch::stable::contiguous(x); }
 MaybeTensor contiguous(const MaybeTensor& x) { return x ? MaybeTensor(torch::stable::contiguous(*x)) : x; }
 
+// The kernels count the elements of a row in 32 bits.
+int classes_of(const Tensor& logits) {
+  STD_TORCH_CHECK(logits.size(1) < 1 << 30, "logits: got ", logits.size(1), " classes, needs fewer than 2^30");
+  return static_cast<int>(logits.size(1));
+}
+
 struct Targets {
   Tensor target;
   MaybeTensor weight;
@@ -23,7 +29,7 @@ struct Targets {
         weight(contiguous(weight)), ignore_index(ignore_index), label_smoothing(label_smoothing) {}
 
   template <class T>
-  Target<T> of(int64_t classes, ScalarType dtype) const {
+  Target<T> of(int classes, ScalarType dtype) const {
     Target<T> result{};
     result.weight = const_data<float>(weight);
     result.ignore_index = ignore_index;
@@ -45,7 +51,8 @@ std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& input, const Tens
   const OnDeviceOf device(input);
   const Tensor logits = in_rows(input);
   const Targets targets(target, weight, ignore_index, label_smoothing);
-  const int64_t rows = logits.size(0), classes = logits.size(1);
+  const int64_t rows = logits.size(0);
+  const int classes = classes_of(logits);
   const ScalarType dtype = statistics_dtype(logits);
   Tensor loss = fresh(logits, {rows}, dtype), lse = fresh(logits, {rows}, dtype);
   for_dtype(logits.scalar_type(), [&](auto type) {
@@ -62,7 +69,8 @@ std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& input, const Tens
 void backward(const Tensor& dloss_input, const Tensor& logits, const Tensor& lse_input, const Targets& targets,
               double z_loss, double softcap, Tensor& dlogits, cudaStream_t stream) {
   const Tensor dloss = row_values(logits, dloss_input, "dloss"), lse = row_values(logits, lse_input, "lse");
-  const int64_t rows = logits.size(0), classes = logits.size(1);
+  const int64_t rows = logits.size(0);
+  const int classes = classes_of(logits);
   for_dtype(logits.scalar_type(), [&](auto type) {
     using T = decltype(type);
     using A = acc_t<T>;
@@ -114,7 +122,7 @@ std::tuple<Tensor, Tensor, Tensor> distillation_forward(const Tensor& input, con
     a.lse = mutable_data<A>(lse);
     a.teacher_lse = mutable_data<A>(teacher_lse);
     a.rows = rows;
-    a.classes = logits.size(1);
+    a.classes = classes_of(logits);
     a.inverse_temperature = static_cast<A>(1 / temperature);
     run_distillation(a, true, device.stream);
   });
@@ -140,7 +148,7 @@ Tensor distillation_backward(const Tensor& dloss_input, const Tensor& input, con
     a.saved_teacher = const_data<A>(teacher_lse);
     a.dlogits = {mutable_data<T>(dlogits), dlogits.stride(0)};
     a.rows = logits.size(0);
-    a.classes = logits.size(1);
+    a.classes = classes_of(logits);
     a.inverse_temperature = static_cast<A>(1 / temperature);
     run_distillation(a, false, device.stream);
   });

@@ -29,33 +29,32 @@ Rows<const T> const_rows(const Tensor& x) {
 template <int kN, int kP>
 struct Batch {
   static constexpr int N = kN, P = kP;
-  int64_t first;
+  int first;
   int left;  // elements from there on, all of the row's packs
   __device__ __forceinline__ bool has(int p) const { return p * 32 * N < left; }
-  __device__ __forceinline__ int64_t at(int p) const { return first + p * 32 * N; }
+  __device__ __forceinline__ int at(int p) const { return first + p * 32 * N; }
 
   // The packs, in flight all at once.
   template <class T>
   __device__ __forceinline__ void load(const T* row, Pack<T, N> (&packs)[P]) const {
-    const T* from = row + first;
 #pragma unroll
     for (int p = 0; p < P; ++p)
-      if (has(p)) packs[p] = memkern::load<T, N>(from + p * 32 * N);
+      if (has(p)) packs[p] = memkern::load<T, N>(row + first + p * 32 * N);
   }
 };
 
 // The part of a row that falls to one of the threads that share it.
 template <int V>
 struct Walk {
-  int64_t head = 0, packed, columns;  // elements before the first pack, in packs, in all
+  int head = 0, packed, columns;  // elements before the first pack, in packs, in all
   int thread, threads;
 
   template <class T>
-  __device__ __forceinline__ Walk(const T* row, int64_t columns, int thread, int threads)
+  __device__ __forceinline__ Walk(const T* row, int columns, int thread, int threads)
       : packed(columns), columns(columns), thread(thread), threads(threads) {
     if constexpr (V > 1) {
-      constexpr int64_t aligned = 32 / sizeof(T);
-      head = min(columns, -int64_t(reinterpret_cast<uintptr_t>(row) / sizeof(T)) & (aligned - 1));
+      constexpr unsigned aligned = 32 / sizeof(T);
+      head = min(columns, int(-unsigned(reinterpret_cast<uintptr_t>(row) / sizeof(T)) % aligned));
       packed = (columns - head) / V * V;
     }
   }
@@ -63,10 +62,10 @@ struct Walk {
   // Calls body(Batch) for batches of P packs, then for single elements.
   template <int P, class Body>
   __device__ __forceinline__ void batches(Body body) const {
-    for (int64_t c = (thread / 32 * 32 * P + thread % 32) * V; c < packed; c += threads * P * V)
-      body(Batch<V, P>{head + c, int(min(packed - c, int64_t{32 * P * V}))});
+    for (int c = (thread / 32 * 32 * P + thread % 32) * V; c < packed; c += threads * P * V)
+      body(Batch<V, P>{head + c, packed - c});
     if constexpr (V > 1)
-      for (int64_t e = thread; e < columns - packed; e += threads) body(Batch<1, 1>{e < head ? e : e + packed, 1});
+      for (int e = thread; e < columns - packed; e += threads) body(Batch<1, 1>{e < head ? e : e + packed, 1});
   }
 };
 
@@ -85,12 +84,12 @@ struct RowShare {
 
 // A warp or less has a row of up to 256 packs to itself; 4 packs a thread beyond. Single elements where there are
 // too few for packs to pay.
-inline RowShare row_share(int64_t columns, bool wide, int64_t widest, int most_threads) {
+inline RowShare row_share(int columns, bool wide, int widest, int most_threads) {
   wide = wide && columns > 64;
-  const int64_t packs = wide ? columns / widest : columns;
+  const int packs = wide ? columns / widest : columns;
   int threads = 1;
   while (threads < columns && threads < 32) threads *= 2;
-  if (packs > 256) threads = static_cast<int>(std::min<int64_t>((packs + 127) / 128 * 32, most_threads));
+  if (packs > 256) threads = std::min((packs + 127) / 128 * 32, most_threads);
   return {wide, threads, std::max(kRowBlock / threads, 1)};
 }
 
@@ -126,7 +125,7 @@ struct RowTarget {
 
   // Shares of the classes from c on.
   template <int N>
-  __device__ __forceinline__ void at(int64_t c, A (&out)[N]) const {
+  __device__ __forceinline__ void at(int c, A (&out)[N]) const {
     A q[N];
     if (probabilities) {
       load_values(probabilities + c, q);
@@ -169,7 +168,7 @@ struct Target {
   int64_t ignore_index;
   Shares<acc_t<T>> shares;
 
-  __device__ __forceinline__ RowTarget<T> of(int64_t row, int64_t classes) const {
+  __device__ __forceinline__ RowTarget<T> of(int64_t row, int classes) const {
     RowTarget<T> target{probabilities.data ? probabilities[row] : nullptr,
                         fp32_probabilities.data ? fp32_probabilities[row] : nullptr, weight, shares};
     if (index) {

@@ -12,10 +12,11 @@ struct Backward {
   Target<T> target;
   const acc_t<T> *dloss, *lse;
   Rows<T> dlogits;  // may be the logits
-  int64_t rows, classes;
+  int64_t rows;
+  int classes;
   acc_t<T> z_loss, softcap;
-  int threads;        // a row
-  int64_t room;       // for the shares of a row in shared memory; 0: they are looked up twice
+  int threads;  // a row
+  int room;     // for the shares of a row in shared memory; 0: they are looked up twice
 };
 
 // Shares before and after the first pack of a row have their places around those of packs, which are aligned.
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(kRowThreads<T, By_class>, 2) backward_kernel(c
   RowSum<A> row_sum(slots, a.threads);
   const int thread = threadIdx.x % a.threads, group = threadIdx.x / a.threads;
   const int64_t row = int64_t(blockIdx.x) * (blockDim.x / a.threads) + group;
-  const int64_t classes = row < a.rows ? a.classes : 0;
+  const int classes = row < a.rows ? a.classes : 0;
   const T* logits = a.logits[row];
   T* dlogits = a.dlogits[row];
   const Walk<V> walk(logits, classes, thread, a.threads);
@@ -130,7 +131,7 @@ void run_backward(Backward<T> a, cudaStream_t stream) {
                                    by_class ? kRowThreads<T, true> : kRowThreads<T, false>);
   a.threads = share.threads;
   a.room = (a.classes + kShareEdge + 3) / 4 * 4;
-  int64_t bytes = by_class ? share.groups * a.room * sizeof(acc_t<T>) : 0;
+  int64_t bytes = by_class ? int64_t{share.groups} * a.room * int64_t{sizeof(acc_t<T>)} : 0;
   if (bytes > kSharedBytes) a.room = bytes = 0;
   for_access<T>(share.wide, [&](auto access) {
     constexpr int V = decltype(access)::value;

@@ -12,7 +12,8 @@ struct Distillation {
   acc_t<T> *loss, *lse, *teacher_lse;                 // written by forward
   const acc_t<T> *dloss, *saved_lse, *saved_teacher;  // read by backward
   Rows<T> dlogits;
-  int64_t rows, classes;
+  int64_t rows;
+  int classes;
   acc_t<T> inverse_temperature;
   int threads;  // a row
 };
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(kRowThreads<T>, 2) distillation_forward_kernel
   RowSum<A> row_sum(slots, a.threads);
   const int thread = threadIdx.x % a.threads;
   const int64_t row = int64_t(blockIdx.x) * (blockDim.x / a.threads) + threadIdx.x / a.threads;
-  const int64_t classes = row < a.rows ? a.classes : 0;
+  const int classes = row < a.rows ? a.classes : 0;
   const T *logits = a.logits[row], *teacher = a.teacher[row];
   const A inverse = a.inverse_temperature;
 

@@ -11,7 +11,8 @@ struct Forward {
   Rows<const T> logits;
   Target<T> target;
   acc_t<T> *loss, *lse;
-  int64_t rows, classes;
+  int64_t rows;
+  int classes;
   acc_t<T> z_loss, softcap;
   int threads;  // a row
 };
@@ -23,7 +24,7 @@ __global__ void __launch_bounds__(kRowThreads<T, By_class>, 2) forward_kernel(co
   RowSum<A> row_sum(slots, a.threads);
   const int thread = threadIdx.x % a.threads;
   const int64_t row = int64_t(blockIdx.x) * (blockDim.x / a.threads) + threadIdx.x / a.threads;
-  const int64_t classes = row < a.rows ? a.classes : 0;
+  const int classes = row < a.rows ? a.classes : 0;
   const T* logits = a.logits[row];
   const bool finishes = row < a.rows && thread == 0;
 

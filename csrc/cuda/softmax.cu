@@ -27,7 +27,7 @@ std::tuple<Tensor, Tensor> softmax_forward(const Tensor& input, const MaybeTenso
     a.y = mutable_data<O>(y);
     a.dropped = mutable_data<O>(dropped);
     a.shape = shape;
-    a.scale = static_cast<acc_t<T>>(scale);
+    a.scale = Scale<acc_t<T>>(static_cast<acc_t<T>>(scale));
     a.log = log;
     a.zero_masked = zero_masked;
     if (x.numel() > 0) shape.inner > 1 ? run_inner(a, device.stream) : run_rows(a, device.stream);

@@ -7,6 +7,15 @@
 namespace memkern {
 namespace {
 
+// scale x = positive (sign x), so that -inf can stand for a masked x.
+template <class A>
+struct Scale {
+  A positive, sign;  // the sign of 0 is 0, beside a 1
+
+  Scale() = default;
+  explicit Scale(A scale) : positive(scale == 0 ? 1 : std::abs(scale)), sign(scale > 0 ? 1 : scale < 0 ? -1 : 0) {}
+};
+
 // x and dx are of T, y, dropped and dy of O: T itself, or float where T has 16 bits.
 template <class T, class O>
 struct Forward {
@@ -15,7 +24,8 @@ struct Forward {
   bool wide_mask;  // each pack of it can be one access
   O *y, *dropped;
   SoftmaxShape shape;
-  acc_t<T> scale;
+  Divisor inner_packs;  // that inner is
+  Scale<acc_t<T>> scale;
   bool log, zero_masked;
   Dropout<acc_t<T>> dropout;
 };
@@ -25,6 +35,7 @@ struct Backward {
   const O *dy, *y;
   T* dx;  // may be dy: each element is read by the thread that writes it, before it does
   SoftmaxShape shape;
+  Divisor inner_packs;  // that inner is
   acc_t<T> scale;
   bool log;
   Dropout<acc_t<T>> dropout;
@@ -92,16 +103,6 @@ __device__ __forceinline__ void draw(uint64_t seed, int64_t first, Each each) {
 
 // ---- Forward ----------------------------------------------------------------
 
-// The scale of z = scale x where x may be replaced by a value whose z is -inf: a scale of 0 is applied to x first.
-template <class A>
-struct Scale {
-  A value, masked;  // value * masked = -inf
-  bool is_zero;
-
-  __device__ __forceinline__ explicit Scale(A given)
-      : value(given == 0 ? A(1) : given), masked(given < 0 ? A(INFINITY) : -A(INFINITY)), is_zero(given == 0) {}
-};
-
 // V values of a row of the mask, which has one in stride; in as few accesses as there can be where wide.
 template <int V, class M>
 __device__ __forceinline__ void load_mask(const M* row, int64_t stride, bool wide, int64_t column, M (&out)[V]) {
@@ -115,10 +116,25 @@ __device__ __forceinline__ void load_mask(const M* row, int64_t stride, bool wid
   }
 }
 
-// Calls body with the row of the mask, of the type it has.
+// V values of sign x.
+template <class T, class A, int V>
+__device__ __forceinline__ void load_signed(const T* from, A sign, A (&x)[V]) {
+  load_values(from, x);
+  if (sign == 1) return;
+#pragma unroll
+  for (int i = 0; i < V; ++i) x[i] *= sign;
+}
+
+template <class A, int V>
+__device__ __forceinline__ void fill(A (&values)[V], A value) {
+#pragma unroll
+  for (int i = 0; i < V; ++i) values[i] = value;
+}
+
+// Calls body with the row of the mask that starts there, of the type it has.
 template <bool Additive, class Body>
-__device__ __forceinline__ void with_mask(const MaskRows& mask, int64_t row, Body body) {
-  const auto start = [&](auto type) { return static_cast<const decltype(type)*>(mask.data) + mask.start(row); };
+__device__ __forceinline__ void with_mask(const MaskRows& mask, int64_t at, Body body) {
+  const auto start = [&](auto type) { return static_cast<const decltype(type)*>(mask.data) + at; };
   if constexpr (Additive) {
     if (mask.type == MaskType::half) body(start(__half{}));
     else if (mask.type == MaskType::bfloat16) body(start(__nv_bfloat16{}));
@@ -128,35 +144,27 @@ __device__ __forceinline__ void with_mask(const MaskRows& mask, int64_t row, Bod
   }
 }
 
-// P packs of a row, the first of them at column `first` and pack p at at(p) from there: x, and what the mask adds.
-// Of columns that are masked, and all from `live` (counted from first) on, x becomes scale.masked; they are not
-// read where a whole pack is past live.
+// P packs of a row, the first of them at column `first` and pack p at at(p) from there: sign x, and what the mask
+// adds. Of columns that are masked, and all from `live` (counted from first) on, x becomes -inf; they are not read
+// where a whole pack is past live.
 template <bool Additive, class T, class O, class A, int V, int P, class At>
-__device__ __forceinline__ void load_row(const Forward<T, O>& a, const Scale<A>& scale, int64_t row, int64_t first,
-                                         At at, int64_t live, A (&x)[P][V], A (&added)[P][V]) {
+__device__ __forceinline__ void load_row(const Forward<T, O>& a, int64_t row, int64_t mask_start, int64_t first, At at,
+                                         int64_t live, A (&x)[P][V], A (&added)[P][V]) {
   const T* from = a.x + row * a.shape.n + first;
 #pragma unroll
   for (int p = 0; p < P; ++p) {
-#pragma unroll
-    for (int i = 0; i < V; ++i) x[p][i] = scale.masked;
-    if (at(p) < live) load_values(from + at(p), x[p]);
+    fill(x[p], -A(INFINITY));
+    if (at(p) < live) load_signed(from + at(p), a.scale.sign, x[p]);
   }
   const auto mask_where = [&](auto is_masked) {
 #pragma unroll
     for (int p = 0; p < P; ++p)
 #pragma unroll
       for (int i = 0; i < V; ++i)
-        if (is_masked(p, i)) x[p][i] = scale.masked;
+        if (is_masked(p, i)) x[p][i] = -A(INFINITY);
   };
-  if (scale.is_zero) {
-#pragma unroll
-    for (int p = 0; p < P; ++p)
-#pragma unroll
-      for (int i = 0; i < V; ++i) x[p][i] *= 0;
-    mask_where([&](int p, int) { return at(p) >= live; });
-  }
-  if (a.shape.queries > 0) mask_where([&](int p, int i) { return at(p) + i >= live; });
-  with_mask<Additive>(a.mask, row, [&](auto mask) {
+  if (a.shape.causal) mask_where([&](int p, int i) { return at(p) + i >= live; });
+  with_mask<Additive>(a.mask, mask_start, [&](auto mask) {
     using M = std::decay_t<decltype(*mask)>;
     M values[P][V];
 #pragma unroll
@@ -166,21 +174,22 @@ __device__ __forceinline__ void load_row(const Forward<T, O>& a, const Scale<A>&
 #pragma unroll
       for (int p = 0; p < P; ++p)
 #pragma unroll
-        for (int i = 0; i < V; ++i) added[p][i] = at(p) < live ? A(widen(values[p][i])) : A(0);
+        for (int i = 0; i < V; ++i) added[p][i] = at(p) + i < live ? A(widen(values[p][i])) : A(0);
     } else {
       mask_where([&](int p, int i) { return at(p) < live && values[p][i]; });
     }
   });
 }
 
+// What is compared for the largest z; and z less the largest, where `top` is what was found.
 template <bool Additive, class A>
-__device__ __forceinline__ A z_of(A x, const Scale<A>& scale, A added) {
-  return Additive ? logit(x, scale.value, added) : x * scale.value;
+__device__ __forceinline__ A rank(A x, const Scale<A>& scale, A added) {
+  return Additive ? logit(x, scale.positive, added) : x;
 }
-// z - shift
 template <bool Additive, class A>
-__device__ __forceinline__ A z_from(A x, const Scale<A>& scale, A shift, A added) {
-  return Additive ? shifted(x, scale.value, shift, added) : shifted(x, scale.value, shift);
+__device__ __forceinline__ A below(A x, const Scale<A>& scale, A top, A added) {
+  const A shift = shift_of(top);
+  return Additive ? shifted(x, scale.positive, shift, added) : distance(x, scale.positive, shift);
 }
 
 // What becomes of a row's e, or of its z - m for log-softmax.

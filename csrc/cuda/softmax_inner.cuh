@@ -33,12 +33,12 @@ struct Strand {
   int64_t start, step;  // where its pack is at the first of n, and from one to the next
   bool has_pack;
 
-  __device__ __forceinline__ Strand(const SoftmaxShape& shape, int lanes)
-      : first(threadIdx.x / lanes), count(blockDim.x / lanes) {
-    const int64_t item = int64_t(blockIdx.x) * lanes + threadIdx.x % lanes, packs = shape.inner / V;
-    start = item / packs * shape.n * shape.inner + item % packs * V;
-    step = shape.inner;
-    has_pack = item < shape.outer * packs;
+  __device__ __forceinline__ Strand(const SoftmaxShape& shape, const Divisor& inner_packs, int lanes)
+      : first(threadIdx.x / lanes), count(blockDim.x / lanes), step(shape.inner) {
+    int64_t pack;
+    const int64_t outer = inner_packs(int64_t(blockIdx.x) * lanes + threadIdx.x % lanes, pack);
+    start = outer * shape.n * shape.inner + pack * V;
+    has_pack = outer < shape.outer;
   }
   // Where the p-th pack that it holds is.
   __device__ __forceinline__ int64_t at(int p) const { return start + (first + p * int64_t(count)) * step; }
@@ -83,47 +83,32 @@ class StrandReduction {
   int lanes_;
 };
 
-template <class A, int V>
-__device__ __forceinline__ void fill(A (&values)[V], A value) {
-#pragma unroll
-  for (int v = 0; v < V; ++v) values[v] = value;
-}
-
-// x of V columns, times 0 where that is the scale.
-template <class T, class A, int V>
-__device__ __forceinline__ void load_scaled(const T* from, const Scale<A>& scale, A (&x)[V]) {
-  load_values(from, x);
-  if (!scale.is_zero) return;
-#pragma unroll
-  for (int v = 0; v < V; ++v) x[v] *= 0;
-}
-
 template <class T, class O, int V, int P>
 __global__ void __launch_bounds__(kInnerThreads) forward_inner(const Forward<T, O> a, int lanes) {
   using A = acc_t<T>;
-  const Strand<V> mine(a.shape, lanes);
+  const Strand<V> mine(a.shape, a.inner_packs, lanes);
   StrandReduction<A, V> reduction(lanes);
-  const Scale<A> scale(a.scale);
+  const A scale = a.scale.positive;
   const uint64_t seed = a.dropout.read_seed();
   const int left = mine.has_pack ? int(a.shape.n) - mine.first : 0;
   A x[P][V], top[V], sum[V];
 #pragma unroll
   for (int p = 0; p < P; ++p) {
-    fill(x[p], scale.masked);
-    if (p * mine.count < left) load_scaled(a.x + mine.at(p), scale, x[p]);
+    fill(x[p], -A(INFINITY));
+    if (p * mine.count < left) load_signed(a.x + mine.at(p), a.scale.sign, x[p]);
   }
   fill(top, -A(INFINITY));
 #pragma unroll
   for (int p = 0; p < P; ++p)
 #pragma unroll
-    for (int v = 0; v < V; ++v) top[v] = larger(top[v], x[p][v] * scale.value);
+    for (int v = 0; v < V; ++v) top[v] = larger(top[v], x[p][v]);
   reduction.max(top);
   fill(sum, A(0));
 #pragma unroll
   for (int p = 0; p < P; ++p)
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      const A z = shifted(x[p][v], scale.value, shift_of(top[v])), e = exponential<O>(z);
+      const A z = distance(x[p][v], scale, shift_of(top[v])), e = exponential<O>(z);
       sum[v] += e;
       x[p][v] = a.log ? z : e;
     }
@@ -142,19 +127,19 @@ __global__ void __launch_bounds__(kInnerThreads) forward_inner(const Forward<T, 
 template <class T, class O, int V>
 __global__ void __launch_bounds__(kInnerThreads) forward_inner_looped(const Forward<T, O> a, int lanes) {
   using A = acc_t<T>;
-  const Strand<V> mine(a.shape, lanes);
+  const Strand<V> mine(a.shape, a.inner_packs, lanes);
   StrandReduction<A, V> reduction(lanes);
-  const Scale<A> scale(a.scale);
+  const A scale = a.scale.positive;
   const uint64_t seed = a.dropout.read_seed();
   const int64_t end = mine.has_pack ? a.shape.n : 0;
   MaxSum<A> parts[V];
   for (int64_t j = mine.first; j < end; j += mine.count) {
     A x[V];
-    load_scaled(a.x + mine.start + j * mine.step, scale, x);
+    load_signed(a.x + mine.start + j * mine.step, a.scale.sign, x);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      parts[v].template raise<O>(larger(parts[v].max, x[v] * scale.value));
-      parts[v].sum += exponential<O>(shifted(x[v], scale.value, shift_of(parts[v].max)));
+      parts[v].template raise<O>(larger(parts[v].max, x[v]), scale);
+      parts[v].sum += exponential<O>(distance(x[v], scale, shift_of(parts[v].max)));
     }
   }
   A top[V], sum[V];
@@ -163,16 +148,16 @@ __global__ void __launch_bounds__(kInnerThreads) forward_inner_looped(const Forw
   reduction.max(top);
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    parts[v].template raise<O>(top[v]);
+    parts[v].template raise<O>(top[v], scale);
     sum[v] = parts[v].sum;
   }
   reduction.sum(sum);
   for (int64_t j = mine.first; j < end; j += mine.count) {
     A x[V];
-    load_scaled(a.x + mine.start + j * mine.step, scale, x);
+    load_signed(a.x + mine.start + j * mine.step, a.scale.sign, x);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      const A z = shifted(x[v], scale.value, shift_of(top[v]));
+      const A z = distance(x[v], scale, shift_of(top[v]));
       x[v] = Finish<A>(a.log, a.zero_masked, sum[v])(a.log ? z : exponential<O>(z));
     }
     store_results(a, seed, mine.start + j * mine.step, x);
@@ -191,7 +176,7 @@ __device__ __forceinline__ void add_terms(const Backward<T, O>& a, const Pack<O,
 template <class T, class O, int V, int P>
 __global__ void __launch_bounds__(kInnerThreads) backward_inner(const Backward<T, O> a, int lanes) {
   using A = acc_t<T>;
-  const Strand<V> mine(a.shape, lanes);
+  const Strand<V> mine(a.shape, a.inner_packs, lanes);
   StrandReduction<A, V> reduction(lanes);
   const uint64_t seed = a.dropout.read_seed();
   const int left = mine.has_pack ? int(a.shape.n) - mine.first : 0;
@@ -224,7 +209,7 @@ __global__ void __launch_bounds__(kInnerThreads) backward_inner(const Backward<T
 template <class T, class O, int V>
 __global__ void __launch_bounds__(kInnerThreads) backward_inner_looped(const Backward<T, O> a, int lanes) {
   using A = acc_t<T>;
-  const Strand<V> mine(a.shape, lanes);
+  const Strand<V> mine(a.shape, a.inner_packs, lanes);
   StrandReduction<A, V> reduction(lanes);
   const uint64_t seed = a.dropout.read_seed();
   // Calls body with the place of each pack of this strand, its dy and y, and which of them dropout kept.
@@ -267,10 +252,11 @@ void for_inner(const SoftmaxShape& shape, bool wide, Body body) {
 }
 
 template <class T, class O>
-void run_inner(const Forward<T, O>& a, cudaStream_t stream) {
+void run_inner(Forward<T, O> a, cudaStream_t stream) {
   for_inner<T, O>(a.shape, fits_packs<kWidest<O>>(a.shape.inner, a.x, a.y, a.dropped),
                   [&](auto access, auto held, Blocks b) {
     constexpr int V = decltype(access)::value, P = decltype(held)::value;
+    a.inner_packs = Divisor(a.shape.inner / V);
     if constexpr (P == 0) {
       start(forward_inner_looped<T, O, V>, b, stream, a);
     } else {
@@ -280,10 +266,11 @@ void run_inner(const Forward<T, O>& a, cudaStream_t stream) {
 }
 
 template <class T, class O>
-void run_inner(const Backward<T, O>& a, cudaStream_t stream) {
+void run_inner(Backward<T, O> a, cudaStream_t stream) {
   for_inner<T, O>(a.shape, fits_packs<kWidest<O>>(a.shape.inner, a.dy, a.y, a.dx),
                   [&](auto access, auto held, Blocks b) {
     constexpr int V = decltype(access)::value, P = decltype(held)::value;
+    a.inner_packs = Divisor(a.shape.inner / V);
     if constexpr (P == 0) {
       start(backward_inner_looped<T, O, V>, b, stream, a);
     } else {

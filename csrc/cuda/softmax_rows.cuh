@@ -18,7 +18,7 @@ __device__ __forceinline__ void finish_columns(const Forward<T, O>& a, const Fin
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     y[i] = finish(y[i]);
-    if (a.shape.queries > 0 && sees_any && i >= live) y[i] = 0;
+    if (a.shape.causal && sees_any && i >= live) y[i] = 0;
   }
 }
 
@@ -33,24 +33,22 @@ __global__ void __launch_bounds__(P * V == 8 ? kRowBlock : kMaxRowThreads)
   const bool has_row = row < a.shape.outer;
   const int seen = has_row ? int(a.shape.live(row)) : 0, live = seen - mine.first;
   const uint64_t seed = a.dropout.read_seed();
-  const Scale<A> scale(a.scale);
   A x[P][V], added[P][V];
-  load_row<Additive>(a, scale, row, mine.first, [&](int p) { return mine.at(p); }, live, x, added);
+  load_row<Additive>(a, row, a.mask.start(row), mine.first, [&](int p) { return mine.at(p); }, live, x, added);
 
   A top[1] = {-A(INFINITY)};
 #pragma unroll
   for (int p = 0; p < P; ++p)
 #pragma unroll
-    for (int i = 0; i < V; ++i) top[0] = larger(top[0], z_of<Additive>(x[p][i], scale, added[p][i]));
+    for (int i = 0; i < V; ++i) top[0] = larger(top[0], rank<Additive>(x[p][i], a.scale, added[p][i]));
   row_sum.max(top);
-  const A shift = shift_of(top[0]);
   A sum[1] = {0};
 #pragma unroll
   for (int p = 0; p < P; ++p) {
     A of_pack = 0;
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      const A z = z_from<Additive>(x[p][i], scale, shift, added[p][i]), e = exponential<O>(z);
+      const A z = below<Additive>(x[p][i], a.scale, top[0], added[p][i]), e = exponential<O>(z);
       of_pack += e;
       x[p][i] = a.log ? z : e;
     }
@@ -76,37 +74,38 @@ __global__ void __launch_bounds__(kMaxRowThreads) forward_rows_looped(const Forw
   __shared__ typename RowSum<A>::Slots slots;
   RowSum<A> row_sum(slots, threads);
   const int64_t row = blockIdx.x, live = a.shape.live(row), step = int64_t(threads) * V;
+  const int64_t mask_start = a.mask.start(row);
   const uint64_t seed = a.dropout.read_seed();
-  const Scale<A> scale(a.scale);
   A x[1][V], added[1][V];
   const auto load_at = [&](int64_t c) {
-    load_row<Additive>(a, scale, row, c, [](int) { return 0; }, live - c, x, added);
+    load_row<Additive>(a, row, mask_start, c, [](int) { return 0; }, live - c, x, added);
   };
 
+  const A unit = Additive ? A(1) : a.scale.positive;
   MaxSum<A> mine;
   for (int64_t c = threadIdx.x * V; c < live; c += step) {
     load_at(c);
     A top = mine.max;
 #pragma unroll
-    for (int i = 0; i < V; ++i) top = larger(top, z_of<Additive>(x[0][i], scale, added[0][i]));
-    mine.template raise<O>(top);
+    for (int i = 0; i < V; ++i) top = larger(top, rank<Additive>(x[0][i], a.scale, added[0][i]));
+    mine.template raise<O>(top, unit);
+    A of_pack = 0;
 #pragma unroll
-    for (int i = 0; i < V; ++i)
-      mine.sum += exponential<O>(z_from<Additive>(x[0][i], scale, shift_of(top), added[0][i]));
+    for (int i = 0; i < V; ++i) of_pack += exponential<O>(below<Additive>(x[0][i], a.scale, top, added[0][i]));
+    mine.sum += of_pack;
   }
   A top[1] = {mine.max};
   row_sum.max(top);
-  mine.template raise<O>(top[0]);
+  mine.template raise<O>(top[0], unit);
   A sum[1] = {mine.sum};
   row_sum(sum);
 
-  const A shift = shift_of(top[0]);
   const Finish<A> finish(a.log, a.zero_masked, sum[0]);
   for (int64_t c = threadIdx.x * V; c < a.shape.n; c += step) {
     load_at(c);
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      const A z = z_from<Additive>(x[0][i], scale, shift, added[0][i]);
+      const A z = below<Additive>(x[0][i], a.scale, top[0], added[0][i]);
       x[0][i] = a.log ? z : exponential<O>(z);
     }
     finish_columns(a, finish, live - c, live > 0, x[0]);
@@ -151,7 +150,7 @@ __global__ void __launch_bounds__(P * V == 8 ? kRowBlock : kMaxRowThreads)
       dy[p] = load<O, V>(a.dy + start + mine.at(p));
       y[p] = load<O, V>(a.y + start + mine.at(p));
     }
-  if (a.shape.queries > 0) {
+  if (a.shape.causal) {
 #pragma unroll
     for (int p = 0; p < P; ++p) {
       trim(dy[p], live - mine.at(p));

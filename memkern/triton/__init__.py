@@ -11,9 +11,9 @@ from torch.library import triton_op
 
 from memkern import ops
 from memkern.backends import interpreting
-from memkern.triton import gelu, norm, optim
+from memkern.triton import cross_entropy, gelu, norm, optim, softmax
 
-FAMILIES = (gelu, norm, optim)
+FAMILIES = (cross_entropy, gelu, norm, optim, softmax)
 
 
 def register() -> None:
