@@ -12,6 +12,9 @@
 #define MEMKERN_CLONES
 #endif
 
+// For the lambdas in such loops, which the compiler would at times leave out of line, and so for the oldest level.
+#define MEMKERN_INLINED __attribute__((always_inline))
+
 namespace memkern {
 
 // Storage of the 16-bit dtypes. Conversions are integer arithmetic with selects, which every clone

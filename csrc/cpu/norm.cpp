@@ -52,7 +52,7 @@ MEMKERN_CLONES void forward_rows(const Forward<T>& a, int64_t begin, int64_t end
     A mean = 0, correction = 0;
     if (a.centre) {
       Sum<A> sum;
-      for_lanes<A>(n, [&](int64_t i, auto value, int strand) {
+      for_lanes<A>(n, [&](int64_t i, auto value, int strand) MEMKERN_INLINED {
         load(z + i, &value);
         sum.add(strand, value);
       }, sum);
@@ -60,7 +60,7 @@ MEMKERN_CLONES void forward_rows(const Forward<T>& a, int64_t begin, int64_t end
     }
     const T *next_x = a.x + (row + 2) * n, *next_residual = a.residual ? a.residual + (row + 2) * n : next_x;
     Sum<A> deviations, squares;
-    for_lanes<A>(n, [&](int64_t i, auto value, int strand) {
+    for_lanes<A>(n, [&](int64_t i, auto value, int strand) MEMKERN_INLINED {
       load(z + i, &value);
       // The row after the next: memory takes that long to deliver it.
       __builtin_prefetch(next_x + i);
@@ -109,7 +109,7 @@ MEMKERN_CLONES void backward_rows(const Backward<T>& a, int64_t begin, int64_t e
     }
     const T *next_x = a.x + (row + 2) * n, *next_dy = a.dy + (row + 2) * n;
     Sum<A> of_g, of_g_x_hat;
-    for_lanes<A>(n, [&](int64_t i, auto x_hat, int strand) {
+    for_lanes<A>(n, [&](int64_t i, auto x_hat, int strand) MEMKERN_INLINED {
       auto grad = x_hat, g = x_hat, sum = x_hat;
       load(x + i, &x_hat);
       // The row after the next: memory takes that long to deliver it.
@@ -137,7 +137,7 @@ MEMKERN_CLONES void backward_rows(const Backward<T>& a, int64_t begin, int64_t e
     const A mean_g = a.centre ? of_g.total / A(n) : 0;
     const A mean_g_x_hat = of_g_x_hat.total / A(n);
     T* dx = a.dx + row * n;
-    const auto at = [&](int64_t i) {
+    const auto at = [&](int64_t i) MEMKERN_INLINED {
       return (dy[i] * a.scale[i] - mean_g - (x[i] - offset) * factor * mean_g_x_hat) * rstd;
     };
     if (a.dsummed) {

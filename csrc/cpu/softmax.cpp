@@ -153,13 +153,20 @@ MK_HD double scaled_exp(double d) { return std::exp(d); }
 template <class A>
 constexpr A kUnscaled = sizeof(A) == 8 ? 1 : 0x1p-64;
 
-// -inf where all are, and no NaN.
-template <class A>
-MK_HD A largest(const A* z, int64_t n) {
+// The row after the next, fetched on the way through this one: memory takes that long to deliver it.
+template <class... T>
+MK_HD void fetch([[maybe_unused]] int64_t i, T*... rows_after_next) {
+  (__builtin_prefetch(rows_after_next + i), ...);
+}
+
+// Of z, no NaN; -inf where all are.
+template <class A, class... T>
+MK_HD A largest(const A* z, int64_t n, T*... rows_after_next) {
   A rest = -A(INFINITY);
   Vector<A> strands[4] = {rest - Vector<A>{}, rest - Vector<A>{}, rest - Vector<A>{}, rest - Vector<A>{}};
-  for_lanes<A>(n, [&](int64_t i, auto value, int strand) {
+  for_lanes<A>(n, [&](int64_t i, auto value, int strand) MEMKERN_INLINED {
     load(z + i, &value);
+    fetch(i, rows_after_next...);
     if constexpr (std::is_same_v<decltype(value), A>) rest = larger(value, rest);
     else strands[strand] = value > strands[strand] ? value : strands[strand];
   });
@@ -168,46 +175,43 @@ MK_HD A largest(const A* z, int64_t n) {
   return rest;
 }
 
-template <class A>
-MK_HD A sum_of(const A* values, int64_t n) {
+template <class A, class... T>
+MK_HD A sum_of(const A* values, int64_t n, T*... rows_after_next) {
   Sum<A> sum;
-  for_lanes<A>(n, [&](int64_t i, auto value, int strand) {
+  for_lanes<A>(n, [&](int64_t i, auto value, int strand) MEMKERN_INLINED {
     load(values + i, &value);
+    fetch(i, rows_after_next...);
     sum.add(strand, value);
   }, sum);
   return sum.total;
 }
 
-template <class A>
-MK_HD A sum_of_products(const A* values, const A* others, int64_t n) {
+template <class A, class... T>
+MK_HD A sum_of_products(const A* values, const A* others, int64_t n, T*... rows_after_next) {
   Sum<A> sum;
-  for_lanes<A>(n, [&](int64_t i, auto value, int strand) {
+  for_lanes<A>(n, [&](int64_t i, auto value, int strand) MEMKERN_INLINED {
     auto other = value;
     load(values + i, &value);
     load(others + i, &other);
+    fetch(i, rows_after_next...);
     sum.add(strand, value * other);
   }, sum);
   return sum.total;
 }
 
-// to[i] = the logit of x[i], or, with a shift, its distance from that.
-template <class T, class A>
-MK_HD void logits(const T* x, A scale, const MaskRow<A>& mask, int64_t n, A* to) {
+// Calls body(i, z): without `shift` the logit of x[i], to find the largest; with one, its distance from that.
+template <class T, class A, class Body, class... Shift>
+MK_HD void for_logits(const T* x, A scale, const MaskRow<A>& mask, int64_t n, Body body, Shift... shift) {
+  const auto at = [&](int64_t i, auto... added) MEMKERN_INLINED {
+    if constexpr (sizeof...(Shift) > 0) return shifted(A(widen(x[i])), scale, shift..., added...);
+    else return logit(A(widen(x[i])), scale, (A(0) + ... + added));
+  };
   if (mask.hidden)
-    for (int64_t i = 0; i < n; ++i) to[i] = mask.hidden[i] ? -A(INFINITY) : logit(A(widen(x[i])), scale, A(0));
+    for (int64_t i = 0; i < n; ++i) body(i, mask.hidden[i] ? -A(INFINITY) : at(i));
   else if (mask.added)
-    for (int64_t i = 0; i < n; ++i) to[i] = logit(A(widen(x[i])), scale, mask.added[i]);
+    for (int64_t i = 0; i < n; ++i) body(i, at(i, mask.added[i]));
   else
-    for (int64_t i = 0; i < n; ++i) to[i] = logit(A(widen(x[i])), scale, A(0));
-}
-template <class T, class A>
-MK_HD void logits(const T* x, A scale, const MaskRow<A>& mask, int64_t n, A* to, A shift) {
-  if (mask.hidden)
-    for (int64_t i = 0; i < n; ++i) to[i] = mask.hidden[i] ? -A(INFINITY) : shifted(A(widen(x[i])), scale, shift);
-  else if (mask.added)
-    for (int64_t i = 0; i < n; ++i) to[i] = shifted(A(widen(x[i])), scale, shift, mask.added[i]);
-  else
-    for (int64_t i = 0; i < n; ++i) to[i] = shifted(A(widen(x[i])), scale, shift);
+    for (int64_t i = 0; i < n; ++i) body(i, at(i));
 }
 
 template <class A>
@@ -221,10 +225,13 @@ struct Options {
 template <class T, class U, class A>
 MEMKERN_CLONES void forward_row(const Options<A>& a, const T* x, const MaskRow<A>& mask, const uint32_t* numbers,
                                 int64_t live, int64_t n, A* z, A* e, U* y, U* dropped) {
-  logits(x, a.scale, mask, live, z);
-  const A shift = shift_of(largest(z, live));
-  logits(x, a.scale, mask, live, z, shift);
-  for (int64_t i = 0; i < live; ++i) e[i] = scaled_exp(z[i]);
+  for_logits(x, a.scale, mask, live, [&](int64_t i, A logit) MEMKERN_INLINED { z[i] = logit; });
+  const A shift = shift_of(largest(z, live, x + 2 * n, y + 2 * n));
+  if (a.log) {
+    for_logits(x, a.scale, mask, live, [&](int64_t i, A d) MEMKERN_INLINED { e[i] = scaled_exp(z[i] = d); }, shift);
+  } else {
+    for_logits(x, a.scale, mask, live, [&](int64_t i, A d) MEMKERN_INLINED { e[i] = scaled_exp(d); }, shift);
+  }
   const A sum = sum_of(e, live);
   const A factor = softmax_factor(sum, a.zero_masked);
   if (a.log) {
@@ -251,10 +258,10 @@ MEMKERN_CLONES void backward_row(const Options<A>& a, const U* dy, const U* y, c
     g = g_row;
   }
   if (a.log) {
-    const A sum = sum_of(g, live) * kUnscaled<A>;
+    const A sum = sum_of(g, live, dy + 2 * n, y + 2 * n, dx + 2 * n) * kUnscaled<A>;
     for (int64_t i = 0; i < live; ++i) store(dx + i, a.scale * (g[i] - scaled_exp(p[i]) * sum));
   } else {
-    const A sum = sum_of_products(g, p, live);
+    const A sum = sum_of_products(g, p, live, dy + 2 * n, y + 2 * n, dx + 2 * n);
     for (int64_t i = 0; i < live; ++i) store(dx + i, a.scale * p[i] * (g[i] - sum));
   }
   for (int64_t i = live; i < n; ++i) store(dx + i, A(0));
