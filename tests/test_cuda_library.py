@@ -42,7 +42,9 @@ def test_packs_are_stored_whole() -> None:
     code = subprocess.run([tool("cuobjdump"), "-sass", library("cuda")], capture_output=True, text=True).stdout
     families = {"pointwise_kernel": 0, "backward_kernel": 0}  # of GELU; of cross-entropy and distillation
     for function in code.split("Function : ")[1:]:
-        kernel = re.match(r"\S*(?:gelu_cu|cross_entropy_cu)\S*(pointwise_kernel|backward_kernel)I\S*?Li([48])E", function)
+        kernel = re.match(
+            r"\S*(?:gelu_cu|cross_entropy_cu)\S*(pointwise_kernel|backward_kernel)I\S*?Li([48])E", function
+        )
         if kernel is None:
             continue
         stores = re.findall(r"STG\.E\.?(\w*) ", function)
