@@ -52,3 +52,11 @@ def backend(request: pytest.FixtureRequest):
 def device(backend: str) -> str:
     """The device whose tensors that backend serves."""
     return "cuda" if torch.cuda.is_available() and backend in ("cuda", "triton") else "cpu"
+
+
+@pytest.fixture
+def emulated() -> None:
+    """The emulator, for tests that count what its kernels move."""
+    if (reason := emulator.unavailable()) is not None:
+        pytest.skip(f"emulated: {reason}")
+    emulator.load()

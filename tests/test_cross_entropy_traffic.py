@@ -1,10 +1,6 @@
-"""What the CUDA kernels of cross-entropy and distillation move through memory: counted on the emulator, and the
-widths of their accesses in the machine code."""
+"""What the CUDA kernels of cross-entropy and distillation move through memory, counted on the emulator."""
 
 from __future__ import annotations
-
-import re
-import subprocess
 
 import pytest
 import torch
@@ -13,18 +9,9 @@ from torch import Tensor
 from memkern import ops
 from tests import emulator
 from tests.test_cross_entropy import IGNORED, arguments, classes_of, random
-from tests.test_cuda_library import library, tool
 
 SECTOR = 32
-
-
-@pytest.fixture(autouse=True)
-def emulated(request: pytest.FixtureRequest) -> None:
-    if "machine_code" in request.node.name:
-        return
-    if (reason := emulator.unavailable()) is not None:
-        pytest.skip(f"emulated: {reason}")
-    emulator.load()
+pytestmark = pytest.mark.usefixtures("emulated")
 
 
 def counted(name: str, *given) -> dict:
@@ -147,18 +134,3 @@ def test_rows_are_shared_by_their_length() -> None:
         launch = counted("cross_entropy_forward", logits, *arguments(classes_of(300, classes)))
         groups = max(256 // threads, 1)
         assert (launch["block"], launch["grid"]) == (threads * groups, -(-300 // groups))
-
-
-def test_machine_code_moves_packs_whole() -> None:
-    """nvcc may split up a 16-byte store, which the emulator does not see."""
-    code = subprocess.run([tool("cuobjdump"), "-sass", library("cuda")], capture_output=True, text=True).stdout
-    found = 0
-    for function in code.split("Function : ")[1:]:
-        kernel = re.match(r"\S*cross_entropy\S*backward_kernelI(?:6__half|13__nv_bfloat16|f)Li([48])E", function)
-        if kernel is None:
-            continue
-        stores = re.findall(r"STG\.E\.?(\w*) ", function)
-        single = "U16" if kernel[1] == "8" else ""  # of the head and the tail of a row
-        assert set(stores) == {"128", single} and stores.count(single) == 1, (kernel[0], stores)
-        found += 1
-    assert found > 0 and found % 9 == 0, found  # three types, three kernels, every architecture

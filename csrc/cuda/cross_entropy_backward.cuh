@@ -22,9 +22,9 @@ struct Backward {
 // Shares before and after the first pack of a row have their places around those of packs, which are aligned.
 constexpr int kShareEdge = 16;
 
-// The value of the pack `at` places on: a register, so it cannot be indexed.
+// values[at]: a register, which cannot be indexed.
 template <int N, class A>
-__device__ __forceinline__ A one_of(const A (&values)[N], int64_t at) {
+__device__ __forceinline__ A one_of(const A (&values)[N], int at) {
   A value = values[0];
 #pragma unroll
   for (int i = 1; i < N; ++i) value = i == at ? values[i] : value;
@@ -108,13 +108,16 @@ __global__ void __launch_bounds__(kRowThreads<T, By_class>, 2) backward_kernel(c
           to_gradients(g, [&](int i, A s) { return cross_entropy_grad<T>(s, lse[0], share[i], total); });
         } else {
           const int64_t at = target.index - batch.at(p);
-          A of_index[1] = {one_of(g, at)};
-          to_gradients(g, [&](int, A s) { return probability<T>(s, lse[0]) * total - shares.even; });
-          if (at >= 0 && at < N) {
+          const bool has_index = at >= 0 && at < N;
+          A of_index[1] = {0};
+          if (has_index) {
+            of_index[0] = one_of(g, static_cast<int>(at));
             to_gradients(of_index, [&](int, A s) { return cross_entropy_grad<T>(s, lse[0], index_share, total); });
-#pragma unroll
-            for (int i = 0; i < N; ++i) g[i] = i == at ? of_index[0] : g[i];
           }
+          to_gradients(g, [&](int, A s) { return probability<T>(s, lse[0]) * total - shares.even; });
+          if (has_index)
+#pragma unroll
+            for (int i = 0; i < N; ++i) g[i] = i == static_cast<int>(at) ? of_index[0] : g[i];
         }
       }
       store(dlogits + batch.at(p), pack<T, N>(g));

@@ -85,8 +85,11 @@ __global__ void __launch_bounds__(kRowThreads<T, By_class>, 2) forward_kernel(co
     if (a.softcap != 0) index_logit[0] = capped(index_logit[0], a.softcap).value;
     sums.add_share(target.index_weight() * a.target.shares.sharp, index_logit[0]);
   }
+  A loss = a.classes > 0 ? sums.loss(a.z_loss) : 0;
+  if (target.invalid) loss = NAN;
+  if (target.ignored) loss = 0;
+  store_one(a.loss + row, loss);
   store_one(a.lse + row, sums.lse());
-  store_one(a.loss + row, target.ignored ? A(0) : target.invalid ? A(NAN) : a.classes == 0 ? A(0) : sums.loss(a.z_loss));
 }
 
 template <class T>

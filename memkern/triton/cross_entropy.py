@@ -5,7 +5,6 @@ A program takes as many rows as fill TILE elements, or one, which it walks block
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
