@@ -39,11 +39,7 @@ inline bool parameters_are_fp32(const Tensor& x, const MaybeTensor& weight, cons
   return either && either->scalar_type() != x.scalar_type();
 }
 
-inline ScalarType statistics_dtype(const Tensor& x) {
-  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
-// The same, like `like`; without elements where it is not needed.
+// Uninitialised and contiguous, like `like`; without elements where it is not needed.
 inline Tensor fresh_if(bool needed, const Tensor& x, const MaybeTensor& like, const char* name) {
   if (!needed) return fresh(x, {0}, x.scalar_type());
   STD_TORCH_CHECK(like.has_value(), name, ": asked for without the tensor it is the gradient of");

@@ -47,6 +47,13 @@ inline Tensor new_like(const Tensor& x) {
   return y;
 }
 
+// Uninitialised and contiguous, on x's device.
+inline Tensor fresh(const Tensor& x, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
+  Tensor result = torch::stable::new_empty(x, sizes, dtype);
+  MEMKERN_FRESH(result.data_ptr(), result.numel() * result.element_size());
+  return result;
+}
+
 inline Tensor copied_into(Tensor target, const Tensor& source) {
   return torch::stable::copy_(target, source);
 }
@@ -68,13 +75,6 @@ inline Tensor in_order_of(const Tensor& x, const Tensor& y, const char* name) {
   return same_strides ? y : copied_into(new_like(x), y);
 }
 
-// Uninitialised and contiguous, on x's device.
-inline Tensor fresh(const Tensor& x, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
-  Tensor result = torch::stable::new_empty(x, sizes, dtype);
-  MEMKERN_FRESH(result.data_ptr(), result.numel() * result.element_size());
-  return result;
-}
-
 inline bool same_shape(const Tensor& x, const Tensor& y) {
   bool same = x.dim() == y.dim();
   for (int64_t d = 0; same && d < x.dim(); ++d) same = x.size(d) == y.size(d);
@@ -82,6 +82,11 @@ inline bool same_shape(const Tensor& x, const Tensor& y) {
 }
 
 inline bool on_one_device(const Tensor& x, const Tensor& y) { return x.get_device_index() == y.get_device_index(); }
+
+// The dtype of arithmetic, and of what is saved of a row.
+inline ScalarType statistics_dtype(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
 
 template <class T>
 const T* const_data(const Tensor& x) {

@@ -18,7 +18,10 @@ FUSED: dict[type[Module], type[Module]] = {
     torch.nn.RMSNorm: nn.RMSNorm,
     torch.nn.Softmax: nn.Softmax,
     torch.nn.LogSoftmax: nn.LogSoftmax,
+    torch.nn.CrossEntropyLoss: nn.CrossEntropyLoss,
 }
+if hasattr(torch.nn, "LinearCrossEntropyLoss"):
+    FUSED[torch.nn.LinearCrossEntropyLoss] = nn.LinearCrossEntropyLoss
 _TORCHS = {fused: torchs for torchs, fused in FUSED.items()}
 _MARK = "_patched_by_memkern"  # in the __dict__ of a patched module: the names of the options set on it
 
@@ -52,9 +55,9 @@ class Patch:
 def patch(model: Module, *, autocast: str = "keep", memory_efficient: bool = False) -> Patch:
     """Fuse the ``torch.nn`` layers of this model, in place; no other model changes.
 
-    ``GELU``, ``LayerNorm``, ``RMSNorm``, ``Softmax`` and ``LogSoftmax`` become memkern's by a change of their class:
-    the modules, their parameters, buffers, hooks, flags and names stay the very same, so optimizers and checkpoints
-    go on as before.
+    ``GELU``, ``LayerNorm``, ``RMSNorm``, ``Softmax``, ``LogSoftmax``, ``CrossEntropyLoss`` and
+    ``LinearCrossEntropyLoss`` become memkern's by a change of their class: the modules, their parameters, buffers,
+    hooks, flags and names stay the very same, so optimizers and checkpoints go on as before.
 
     Args:
         model: the model, or one layer.

@@ -135,6 +135,25 @@ def test_options_reach_the_norms() -> None:
     assert state(model) == before
 
 
+LOSSES = {
+    "plain": nn.CrossEntropyLoss(),
+    "weighted": nn.CrossEntropyLoss(torch.rand(5), ignore_index=1, reduction="sum", label_smoothing=0.1),
+}
+if hasattr(nn, "LinearCrossEntropyLoss"):
+    LOSSES["linear"] = nn.LinearCrossEntropyLoss(5, 5, bias=True)
+
+
+def test_losses(backend, device) -> None:
+    model = nn.ModuleDict(copy.deepcopy(LOSSES)).to(device)
+    x, target = torch.randn(4, 5, device=device), torch.tensor([0, 1, 4, 2], device=device)
+    expected, before, text = [loss(x, target) for loss in model.values()], state(model), repr(model)
+    with memkern.patch(model) as report:
+        assert list(report.replaced) == list(LOSSES) and repr(model) == text
+        assert all(type(loss).__module__ == "memkern.nn" for loss in model.values())
+        torch.testing.assert_close([loss(x, target) for loss in model.values()], expected)
+    assert state(model) == before
+
+
 def test_left_with_a_reason() -> None:
     model = nn.ModuleDict(
         {

@@ -38,9 +38,6 @@ struct Parameters {
   }
 };
 
-// Dynamic shared memory for parameters: with RowSum's slots below the 48 KB that need no asking for.
-constexpr int64_t kSharedBytes = 40 << 10;
-
 // Scale and shift of every column, kept in shared memory for a block that has many rows; or, where shared
 // is null, read from global memory each time.
 template <class T>

@@ -3,9 +3,15 @@
 
 #include <cuda_runtime.h>
 
+#include <cmath>
+#include <cstdint>
+
 namespace memkern {
 
 constexpr int kMaxRowThreads = 512;
+
+// Dynamic shared memory of a kernel: with RowSum's slots below the 48 KB that need no asking for.
+constexpr int64_t kSharedBytes = 40 << 10;
 
 // A row is shared by `threads` neighbouring threads: a power of two within a warp, or several warps. Every
 // thread of the block must call, since the warps of a row meet at a block barrier. Two sets of slots take
@@ -13,11 +19,11 @@ constexpr int kMaxRowThreads = 512;
 template <class A>
 class RowSum {
  public:
-  using Slots = A[2][kMaxRowThreads / 32][3];
+  using Slots = A[2][kMaxRowThreads / 32][4];
 
   __device__ RowSum(Slots& slots, int threads) : slots_(slots), threads_(threads) {}
 
-  // Each of the N <= 3 values becomes its sum over the row, in every thread of the row.
+  // Each of the N <= 4 values becomes its sum over the row, in every thread of the row.
   template <int N>
   __device__ __forceinline__ void operator()(A (&values)[N]) {
     fold(values, [](A a, A b) { return a + b; });
@@ -25,7 +31,7 @@ class RowSum {
   // The same for the largest; NaN counts as nothing.
   template <int N>
   __device__ __forceinline__ void max(A (&values)[N]) {
-    fold(values, [](A a, A b) { return a > b ? a : b; });
+    fold(values, [](A a, A b) { return std::fmax(a, b); });
   }
 
  private:

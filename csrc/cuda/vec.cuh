@@ -45,12 +45,28 @@ __device__ __forceinline__ Pack<T, N> load(const T* from) {
 template <class T, int N>
 __device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
   MEMKERN_STORED(to, sizeof(Pack<T, N>));
-  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+  if constexpr (sizeof(pack) == 16) {
+    // Index 0, but not to the compiler: nvcc 13 splits up the store at a pointer that other stores are relative to.
+    int zero = 0;
+    asm("" : "+r"(zero));
+    uint4 words;
+    memcpy(&words, &pack, 16);
+    reinterpret_cast<uint4*>(to)[zero] = words;
+  } else {
+    *reinterpret_cast<Pack<T, N>*>(to) = pack;
+  }
 }
 
 __device__ __forceinline__ float2 widen(const __half* pair) { return __half22float2(*reinterpret_cast<const __half2*>(pair)); }
+// A bf16 is the upper half of its fp32.
 __device__ __forceinline__ float2 widen(const __nv_bfloat16* pair) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(pair));
+  uint32_t bits[2];
+  memcpy(bits, pair, 4);
+  bits[1] = bits[0] & 0xffff0000u;
+  bits[0] <<= 16;
+  float2 values;
+  memcpy(&values, bits, 8);
+  return values;
 }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
 __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }

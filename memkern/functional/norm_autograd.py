@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memkern import ops
-from memkern.functional.common import batched_together, forward_derivative, signature_read_once, without_none
+from memkern.functional.common import batched_together, forward_derivative, gradients_of, signature_read_once
 from memkern.reference.common import wide
 from memkern.reference.norm import IMPLEMENTATIONS
 
@@ -170,10 +170,8 @@ class _NormBackward(Function):
         ctx.mark_non_differentiable(*(gradient for gradient, need in zip(output, ctx.needs, strict=True) if not need))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Maybe, ...]:
-        plain, given = without_none(ctx.plain, ctx.saved_tensors)
-        found = iter(torch.func.vjp(plain, *given)[1](gradients))
-        return *(None if tensor is None else next(found) for tensor in ctx.saved_tensors), None, None, None, None
+    def backward(ctx: Any, *found: Tensor) -> tuple[Maybe, ...]:
+        return *gradients_of(ctx.plain, ctx.saved_tensors, found), None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:

@@ -15,6 +15,10 @@ from memkern.ops import check_like
 
 _INTERPRETING = tl.constexpr(interpreting())
 
+LOG2E = tl.constexpr(1.442695)
+# Rounds what is added to it to an integer; as in csrc/math.h.
+ROUND_64 = tl.constexpr(1.5 * 2**23 + 64)
+
 
 # The interpreter cuts values off to bf16 instead of rounding them, and misreads bf16 subnormals: there,
 # bf16 is converted by its bits.
@@ -38,8 +42,21 @@ def rounded(value, dtype: tl.constexpr):
         return value.to(dtype)
 
 
+@triton.jit
+def exp_parts(z, r):
+    """2^64 exp(r + n ln 2) = scale (1 + c), where z = n + ROUND_64."""
+    scale = ((z.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
+    p = r * 0.0013820338 + 0.008369063
+    p = p * r + 0.04166828
+    p = p * r + 0.16666518
+    p = p * r + 0.49999994
+    return scale, (r * r) * p + r
+
+
 def is_dense(x: Tensor) -> bool:
     """Whether the elements of ``x`` fill one stretch of memory, in whatever order of dimensions."""
+    if x.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
         if stride != expected:
@@ -59,8 +76,12 @@ def in_order_of(x: Tensor, y: Tensor, name: str) -> Tensor:
     return y if y.stride() == x.stride() else torch.empty_like(x).copy_(y)
 
 
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
+    """Makes the device of ``x`` current, where it is not the CPU."""
+    return contextlib.nullcontext() if x.device.type == "cpu" else torch.get_device_module(x.device).device(x.device)
+
+
 def launch(kernel, grid: tuple[int, ...], x: Tensor, *arguments, **meta) -> None:
     """Start ``kernel`` on the device of ``x``."""
-    device = torch.get_device_module(x.device).device(x.device) if x.device.type != "cpu" else contextlib.nullcontext()
-    with device:
+    with on_device_of(x):
         wrap_triton(kernel)[grid](*arguments, **meta)
