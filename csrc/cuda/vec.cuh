@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../tensor.h"
 
@@ -45,13 +46,13 @@ __device__ __forceinline__ Pack<T, N> load(const T* from) {
 template <class T, int N>
 __device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
   MEMKERN_STORED(to, sizeof(Pack<T, N>));
-  if constexpr (sizeof(pack) == 16) {
+  if constexpr (N > 1 && sizeof(pack) >= 8) {
     // Index 0, but not to the compiler: nvcc 13 splits up the store at a pointer that other stores are relative to.
     int zero = 0;
     asm("" : "+r"(zero));
-    uint4 words;
-    memcpy(&words, &pack, 16);
-    reinterpret_cast<uint4*>(to)[zero] = words;
+    std::conditional_t<sizeof(pack) == 16, uint4, uint2> words;
+    memcpy(&words, &pack, sizeof(pack));
+    reinterpret_cast<decltype(words)*>(to)[zero] = words;
   } else {
     *reinterpret_cast<Pack<T, N>*>(to) = pack;
   }
