@@ -128,7 +128,7 @@ def scaled_masked_softmax(
     eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
     overwrite = inplace_backward and eager and torch.is_grad_enabled()
     if overwrite:
-        alone()  # measures, which is not for the middle of a backward pass
+        alone(x.device)  # measures, which is not for the middle of a backward pass
     seed = torch.randint(2**63 - 1, (), device=x.device) if dropout > 0 else None
     zero_masked, backend = fully_masked == "zero", backends.choose(x)
     plan = Plan(-1, float(scale), causal is not None, False, zero_masked, float(dropout), out, overwrite, backend)
