@@ -14,7 +14,7 @@ import memkern
 from benchmarks import harness, report
 from benchmarks.timing import CpuClock, CudaClock
 
-FAMILIES = ("gelu", "norm", "optim")
+FAMILIES = ("gelu", "norm", "softmax", "cross_entropy", "optim")
 
 
 def run(family: harness.Family, device: torch.device, quick: bool, out: Path | None) -> None:

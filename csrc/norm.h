@@ -1,13 +1,9 @@
 // What LayerNorm and RMSNorm check and allocate, on the CPU and on CUDA. Schemas: memkern/ops.py.
 #pragma once
 
-#include <optional>
-
 #include "tensor.h"
 
 namespace memkern {
-
-using MaybeTensor = std::optional<Tensor>;
 
 inline int64_t norm_rows(const Tensor& x, int64_t columns) {
   const bool fits = columns > 0 ? x.numel() % columns == 0 : columns == 0 && x.numel() == 0;
@@ -17,10 +13,8 @@ inline int64_t norm_rows(const Tensor& x, int64_t columns) {
 
 // value, which has x's shape, dtype and device, with its rows one after the other.
 inline Tensor in_rows(const Tensor& x, const Tensor& value, const char* name) {
-  bool same = value.dim() == x.dim() && value.scalar_type() == x.scalar_type() &&
-              value.get_device_index() == x.get_device_index();
-  for (int64_t d = 0; same && d < x.dim(); ++d) same = value.size(d) == x.size(d);
-  STD_TORCH_CHECK(same, name, ": needs the shape, dtype and device of x");
+  STD_TORCH_CHECK(same_shape(x, value) && value.scalar_type() == x.scalar_type() && on_one_device(x, value), name,
+                  ": needs the shape, dtype and device of x");
   return torch::stable::contiguous(value);
 }
 inline MaybeTensor in_rows(const Tensor& x, const MaybeTensor& value, const char* name) {
@@ -45,17 +39,7 @@ inline bool parameters_are_fp32(const Tensor& x, const MaybeTensor& weight, cons
   return either && either->scalar_type() != x.scalar_type();
 }
 
-inline ScalarType statistics_dtype(const Tensor& x) {
-  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
-// Uninitialised and contiguous, on x's device.
-inline Tensor fresh(const Tensor& x, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
-  Tensor result = torch::stable::new_empty(x, sizes, dtype);
-  MEMKERN_FRESH(result.data_ptr(), result.numel() * result.element_size());
-  return result;
-}
-// The same, like `like`; without elements where it is not needed.
+// Uninitialised and contiguous, like `like`; without elements where it is not needed.
 inline Tensor fresh_if(bool needed, const Tensor& x, const MaybeTensor& like, const char* name) {
   if (!needed) return fresh(x, {0}, x.scalar_type());
   STD_TORCH_CHECK(like.has_value(), name, ": asked for without the tensor it is the gradient of");
@@ -67,21 +51,6 @@ inline Tensor statistics(const Tensor& x, const Tensor& value, int64_t rows, con
   STD_TORCH_CHECK(value.numel() == rows && value.scalar_type() == statistics_dtype(x), name, ": needs ", rows,
                   " elements of the dtype that x is computed in");
   return torch::stable::contiguous(value);
-}
-
-template <class T>
-const T* const_data(const Tensor& x) {
-  return static_cast<const T*>(x.const_data_ptr());
-}
-// nullptr where there is none.
-template <class T>
-const T* const_data(const MaybeTensor& x) {
-  return x ? const_data<T>(*x) : nullptr;
-}
-// nullptr where it was not needed; a gradient that is needed and has no elements has nothing to write either.
-template <class T>
-T* mutable_data(Tensor& x) {
-  return x.numel() > 0 ? static_cast<T*>(x.mutable_data_ptr()) : nullptr;
 }
 
 }  // namespace memkern

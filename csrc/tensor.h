@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,7 @@ namespace memkern {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
 
 // Whether the elements fill one stretch of memory, in whatever order of dimensions (contiguous,
 // channels_last, transposed ...): elementwise work is then one flat loop over that stretch.
@@ -45,6 +47,13 @@ inline Tensor new_like(const Tensor& x) {
   return y;
 }
 
+// Uninitialised and contiguous, on x's device.
+inline Tensor fresh(const Tensor& x, torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
+  Tensor result = torch::stable::new_empty(x, sizes, dtype);
+  MEMKERN_FRESH(result.data_ptr(), result.numel() * result.element_size());
+  return result;
+}
+
 inline Tensor copied_into(Tensor target, const Tensor& source) {
   return torch::stable::copy_(target, source);
 }
@@ -64,6 +73,34 @@ inline Tensor in_order_of(const Tensor& x, const Tensor& y, const char* name) {
   STD_TORCH_CHECK(same_shape && x.scalar_type() == y.scalar_type() && x.get_device_index() == y.get_device_index(),
                   name, ": needs the shape, dtype and device of x");
   return same_strides ? y : copied_into(new_like(x), y);
+}
+
+inline bool same_shape(const Tensor& x, const Tensor& y) {
+  bool same = x.dim() == y.dim();
+  for (int64_t d = 0; same && d < x.dim(); ++d) same = x.size(d) == y.size(d);
+  return same;
+}
+
+inline bool on_one_device(const Tensor& x, const Tensor& y) { return x.get_device_index() == y.get_device_index(); }
+
+// The dtype of arithmetic, and of what is saved of a row.
+inline ScalarType statistics_dtype(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+template <class T>
+const T* const_data(const Tensor& x) {
+  return static_cast<const T*>(x.const_data_ptr());
+}
+// nullptr where there is none.
+template <class T>
+const T* const_data(const MaybeTensor& x) {
+  return x ? const_data<T>(*x) : nullptr;
+}
+// nullptr where it was not needed; a gradient that is needed and has no elements has nothing to write either.
+template <class T>
+T* mutable_data(Tensor& x) {
+  return x.numel() > 0 ? static_cast<T*>(x.mutable_data_ptr()) : nullptr;
 }
 
 // The GELU form by its PyTorch name.

@@ -37,16 +37,21 @@ class Parts:
     name: str
     fuse: Callable[[nn.Module], object]  # what is done to the model, which is made of PyTorch's layers
     attention: Callable[..., Tensor]
-    cross_entropy: Callable[..., Tensor]
+    linear_cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden, weight and target
     optimizer: Callable[..., torch.optim.Optimizer]
     scaler: Callable[[str], torch.amp.GradScaler]
+
+
+def _linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), target)
 
 
 PYTORCH = Parts(
     name="PyTorch",
     fuse=lambda model: None,
+    # In both: it saves nothing of the size of the scores, so less than any softmax of them that is written to memory.
     attention=F.scaled_dot_product_attention,
-    cross_entropy=F.cross_entropy,
+    linear_cross_entropy=_linear_cross_entropy,
     optimizer=torch.optim.AdamW,
     scaler=torch.amp.GradScaler,
 )
@@ -54,6 +59,7 @@ MEMKERN = replace(
     PYTORCH,
     name="memkern",
     fuse=memkern.patch,
+    linear_cross_entropy=memkern.functional.linear_cross_entropy,
     optimizer=memkern.optim.AdamW,
     scaler=memkern.amp.GradScaler,
 )
@@ -102,7 +108,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (batch, context) in, logits of the next byte (batch, context, 256) out."""
+    """Bytes (batch, context) in, (batch, context, width) out, of which ``logits`` makes those of the next byte."""
 
     def __init__(self, config: Config, parts: Parts) -> None:
         super().__init__()
@@ -117,7 +123,7 @@ class GPT(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.bytes(text) + self.positions.weight[: text.shape[1]]
-        return self.logits(self.norm(self.blocks(x)))
+        return self.norm(self.blocks(x))
 
 
 class Training:
@@ -137,8 +143,9 @@ class Training:
     def loss(self, batch: Tensor) -> Tensor:
         """Mean loss, in nats a byte, on (batch, context + 1) bytes."""
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            logits = self.model(batch[:, :-1])
-            return self.parts.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            hidden = self.model(batch[:, :-1])
+            weight, target = self.model.logits.weight, batch[:, 1:].flatten()
+            return self.parts.linear_cross_entropy(hidden.flatten(0, 1), weight, target)
 
     def step(self, batch: Tensor) -> None:
         scale = self.scaler.get_scale()

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from memkern import functional
-from memkern.functional.common import one_of
+from memkern.functional.common import AUTOCAST, one_of
+from memkern.functional.cross_entropy_rows import Options
 from memkern.functional.gelu import GELU_FORMS
-from memkern.functional.norm import AUTOCAST, check_eps
+from memkern.functional.norm import check_eps
+from memkern.functional.softmax import check_options
 
 
 class GELU(torch.nn.GELU):
@@ -136,3 +138,160 @@ class AddRMSNorm(RMSNorm):
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return functional.add_rms_norm(input, residual, **self._arguments())
+
+
+class Softmax(torch.nn.Softmax):
+    """``torch.nn.Softmax`` on the fused kernels; see :func:`memkern.functional.softmax`.
+
+    Args:
+        dim, autocast: as there.
+
+    Raises:
+        ValueError: another ``autocast``.
+    """
+
+    autocast = "keep"
+
+    def __init__(self, dim: int | None = None, *, autocast: str = "keep") -> None:
+        one_of("autocast", autocast, AUTOCAST)
+        super().__init__(dim)
+        self.autocast = autocast
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.softmax(input, self.dim, _stacklevel=5, autocast=self.autocast)
+
+
+class LogSoftmax(torch.nn.LogSoftmax):
+    """``torch.nn.LogSoftmax`` on the fused kernels; see :func:`memkern.functional.log_softmax`.
+
+    Arguments and what is raised are those of :class:`Softmax`.
+    """
+
+    autocast = "keep"
+
+    def __init__(self, dim: int | None = None, *, autocast: str = "keep") -> None:
+        one_of("autocast", autocast, AUTOCAST)
+        super().__init__(dim)
+        self.autocast = autocast
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.log_softmax(input, self.dim, _stacklevel=5, autocast=self.autocast)
+
+
+class ScaledMaskedSoftmax(torch.nn.Module):
+    """Attention's softmax of scores, in one pass; see :func:`memkern.functional.scaled_masked_softmax`.
+
+    Called with ``(input, mask=None)``. Arguments and what is raised are those of the function, except that dropout
+    applies in training mode only.
+    """
+
+    def __init__(
+        self,
+        scale: float = 1.0,
+        *,
+        causal: str | None = None,
+        fully_masked: str = "nan",
+        dropout: float = 0.0,
+        dtype: torch.dtype | None = None,
+        autocast: str = "keep",
+        inplace_backward: bool = False,
+    ) -> None:
+        check_options(scale, causal, fully_masked, dropout)
+        one_of("autocast", autocast, AUTOCAST)
+        super().__init__()
+        self.scale, self.causal, self.fully_masked, self.dropout = scale, causal, fully_masked, dropout
+        self.dtype, self.autocast, self.inplace_backward = dtype, autocast, inplace_backward
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}, causal={self.causal!r}, dropout={self.dropout}"
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        names = ("scale", "causal", "fully_masked", "dtype", "autocast", "inplace_backward")
+        options = {name: getattr(self, name) for name in names}
+        dropout = self.dropout if self.training else 0.0
+        return functional.scaled_masked_softmax(input, mask, dropout=dropout, **options)
+
+
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """``torch.nn.CrossEntropyLoss`` on the fused kernels; see :func:`memkern.functional.cross_entropy`.
+
+    Args:
+        z_loss, softcap, grad_in_forward, overwrite_logits: as there. The others are PyTorch's.
+
+    Raises:
+        TypeError, ValueError: options that are no numbers, or out of range.
+    """
+
+    # Also on the class, so that a torch.nn.CrossEntropyLoss whose class is changed (memkern.patch) has them.
+    z_loss = 0.0
+    softcap: float | None = None
+    grad_in_forward = False
+    overwrite_logits = False
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        grad_in_forward: bool = False,
+        overwrite_logits: bool = False,
+    ) -> None:
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        Options(weight, ignore_index, self.reduction, label_smoothing, z_loss, softcap).check()
+        self.z_loss, self.softcap = z_loss, softcap
+        self.grad_in_forward, self.overwrite_logits = grad_in_forward, overwrite_logits
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        names = ("weight", "ignore_index", "reduction", "label_smoothing", "z_loss", "softcap")
+        options = {name: getattr(self, name) for name in (*names, "grad_in_forward", "overwrite_logits")}
+        return functional.cross_entropy(input, target, **options)
+
+
+if hasattr(torch.nn, "LinearCrossEntropyLoss"):  # PyTorch 2.14 has it
+
+    class LinearCrossEntropyLoss(torch.nn.LinearCrossEntropyLoss):
+        """``torch.nn.LinearCrossEntropyLoss`` by chunks; see :func:`memkern.functional.linear_cross_entropy`.
+
+        Args:
+            out_features: with any, all logits are made at once, and then :func:`memkern.functional.cross_entropy`.
+            options: PyTorch's way of chunking, not used; ``chunk_tokens`` is.
+            z_loss, softcap, chunk_tokens: as there. The others are PyTorch's.
+
+        Raises:
+            TypeError, ValueError: options that are no numbers, or out of range.
+        """
+
+        z_loss = 0.0
+        softcap: float | None = None
+        chunk_tokens: int | None = None
+
+        def __init__(
+            self,
+            in_features: int,
+            num_classes: int,
+            *,
+            z_loss: float = 0.0,
+            softcap: float | None = None,
+            chunk_tokens: int | None = None,
+            **others: Any,
+        ) -> None:
+            super().__init__(in_features, num_classes, **others)
+            Options(None, -100, self.reduction, self.label_smoothing, z_loss, softcap).check()
+            self.z_loss, self.softcap, self.chunk_tokens = z_loss, softcap, chunk_tokens
+
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            options = {name: getattr(self, name) for name in ("reduction", "label_smoothing", "z_loss", "softcap")}
+            options["ignore_index"] = -100 if self.ignore_index is None else self.ignore_index
+            weight, bias = self.linear.weight, self.linear.bias
+            if self.out_features:
+                logits = torch.nn.functional.linear(input, weight, bias)
+                logits = logits.reshape(*input.shape[:-1], self.num_classes, *self.out_features)
+                return functional.cross_entropy(logits, target, self.weight, **options)
+            options |= {"class_weight": self.weight, "chunk_tokens": self.chunk_tokens}
+            return functional.linear_cross_entropy(input, weight, target, bias, **options)

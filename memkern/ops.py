@@ -209,12 +209,12 @@ FAKES: dict[str, Callable[..., Any]] = {
 }
 
 
-def check_like(name: str, value: Tensor, x: Tensor) -> None:
-    """Raise ValueError unless ``value`` has the shape, dtype and device of ``x``."""
+def check_like(name: str, value: Tensor, x: Tensor, of: str = "x") -> None:
+    """Raise ValueError unless ``value`` has the shape, dtype and device of ``x``, which messages call ``of``."""
     for what in ("shape", "dtype", "device"):
         got, needed = getattr(value, what), getattr(x, what)
         if got != needed:
-            raise ValueError(f"{name}: got {what} {got}, needs that of x, {needed}")
+            raise ValueError(f"{name}: got {what} {got}, needs that of {of}, {needed}")
 
 
 def same_order(x: Tensor, y: Tensor) -> bool:

@@ -9,15 +9,19 @@ import torch
 from torch.nn import Module
 
 from memkern import nn
-from memkern.functional.common import one_of
-from memkern.functional.norm import AUTOCAST
+from memkern.functional.common import AUTOCAST, one_of
 
 # A fused layer that keeps its state as PyTorch's does joins with a line here.
 FUSED: dict[type[Module], type[Module]] = {
     torch.nn.GELU: nn.GELU,
     torch.nn.LayerNorm: nn.LayerNorm,
     torch.nn.RMSNorm: nn.RMSNorm,
+    torch.nn.Softmax: nn.Softmax,
+    torch.nn.LogSoftmax: nn.LogSoftmax,
+    torch.nn.CrossEntropyLoss: nn.CrossEntropyLoss,
 }
+if hasattr(torch.nn, "LinearCrossEntropyLoss"):
+    FUSED[torch.nn.LinearCrossEntropyLoss] = nn.LinearCrossEntropyLoss
 _TORCHS = {fused: torchs for torchs, fused in FUSED.items()}
 _MARK = "_patched_by_memkern"  # in the __dict__ of a patched module: the names of the options set on it
 
@@ -51,12 +55,14 @@ class Patch:
 def patch(model: Module, *, autocast: str = "keep", memory_efficient: bool = False) -> Patch:
     """Fuse the ``torch.nn`` layers of this model, in place; no other model changes.
 
-    ``GELU``, ``LayerNorm`` and ``RMSNorm`` become memkern's by a change of their class: the modules, their
-    parameters, buffers, hooks, flags and names stay the very same, so optimizers and checkpoints go on as before.
+    ``GELU``, ``LayerNorm``, ``RMSNorm``, ``Softmax``, ``LogSoftmax``, ``CrossEntropyLoss`` and
+    ``LinearCrossEntropyLoss`` become memkern's by a change of their class: the modules, their parameters, buffers,
+    hooks, flags and names stay the very same, so optimizers and checkpoints go on as before.
 
     Args:
         model: the model, or one layer.
-        autocast, memory_efficient: for the norms, see :func:`memkern.functional.layer_norm`.
+        autocast: for the norms and the softmax layers, see :func:`memkern.functional.layer_norm`.
+        memory_efficient: for the norms, see there.
 
     Returns:
         A report, which prints as a list. In ``with memkern.patch(model):`` the layers are fused inside the block.

@@ -67,3 +67,11 @@ def scaler(request: pytest.FixtureRequest, backend: str, device: str) -> torch.a
     scaler = SCALERS[request.param](device, init_scale=4.0)
     scaler.scale(torch.ones((), device=device))  # creates the scale
     return scaler
+
+
+@pytest.fixture
+def emulated() -> None:
+    """The emulator, for tests that count what its kernels move."""
+    if (reason := emulator.unavailable()) is not None:
+        pytest.skip(f"emulated: {reason}")
+    emulator.load()

@@ -5,12 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+
+def poison(x: Tensor) -> Tensor:
+    """What must not be read: NaN, or an index out of range."""
+    return torch.full_like(x, torch.nan if x.is_floating_point() else -(2**40))
+
+
 LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),
     "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     "offset by one": lambda x: torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape),
-    "every second": lambda x: torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[..., ::2],
-    "gaps between rows": lambda x: torch.cat([x, torch.full_like(x[..., :1], torch.nan)], -1)[..., :-1],
+    "every second": lambda x: torch.stack([x, poison(x)], -1).flatten(-2)[..., ::2],
+    "gaps between rows": lambda x: torch.cat([x, poison(x[..., :1])], -1)[..., :-1],
     "channels last": lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x,
     "expanded": lambda x: x[:1].expand_as(x),
     "stride 0": lambda x: x.reshape(-1)[0].expand(x.shape),

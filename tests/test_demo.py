@@ -152,7 +152,7 @@ def test_both_trainings_start_alike_and_learn(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_has_the_dtype(dtype):
     training, seen = tiny_training(dtype=dtype), []
-    training.model.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    training.model.blocks[0].mix.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     training.step(demo.Batches(TINY, CPU, 0).next())
     assert seen == [dtype]
     assert training.scaler.is_enabled()
@@ -198,7 +198,8 @@ def test_step_is_adamw_on_the_mean_loss_of_the_next_byte():
     for _ in range(3):
         batch = batches.next()
         training.step(batch)
-        loss = F.cross_entropy(plain(batch[:, :-1]).transpose(1, 2), batch[:, 1:])
+        logits = plain.logits(plain(batch[:, :-1]))
+        loss = F.cross_entropy(logits.transpose(1, 2), batch[:, 1:])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -219,10 +220,10 @@ def training_that_overflows(which):
     """A training whose gradients are infinite in the steps that ``which`` has a True for."""
     factors = (torch.inf if overflows else 1.0 for overflows in which)
 
-    def cross_entropy(logits, targets):
-        return F.cross_entropy(logits, targets) * next(factors)
+    def loss(hidden, weight, target):
+        return F.cross_entropy(F.linear(hidden, weight), target) * next(factors)
 
-    return tiny_training(replace(demo.PYTORCH, cross_entropy=cross_entropy))
+    return tiny_training(replace(demo.PYTORCH, linear_cross_entropy=loss))
 
 
 def test_skipped_steps_are_counted():

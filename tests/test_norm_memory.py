@@ -37,7 +37,7 @@ def test_autocast_torch(backend, device, kind) -> None:
 @each_kind
 def test_autocast_torch_where_torch_returns_float32(backend, device, kind, monkeypatch) -> None:
     """What the policy of a GPU does, also where there is none: all to float32 after the addition."""
-    monkeypatch.setattr(norms, "_torch_dtype", lambda name, x: torch.float32)
+    monkeypatch.setattr(norms, "torch_dtype", lambda function, x, shape: torch.float32)
     x, residual = torch.randn(2, 3, 8, device=device).half().unbind()
     weight, bias = parameters((8,), torch.float16, device)
     x.requires_grad_()

@@ -10,25 +10,6 @@ from tests.norm_cases import each_kind
 from tests.test_norm import backward, forward, random
 
 
-def traffic(launches: list[dict], elements: int) -> dict[str, float]:
-    """Bytes an element moved in 32-byte sectors; fails where an access touches more sectors than it needs."""
-    moved = {}
-    for launch in launches:
-        for way in ("loaded", "stored"):
-            assert launch[way]["sectors"] == launch[way]["sectors_needed"], launch
-        name = launch["kernel"].split("(")[1].split("::")[-1].split("<")[0]
-        sectors = launch["loaded"]["sectors"] + launch["stored"]["sectors"]
-        moved[name] = moved.get(name, 0) + 32 * sectors / elements
-    return moved
-
-
-@pytest.fixture
-def emulated() -> None:
-    if (reason := emulator.unavailable()) is not None:
-        pytest.skip(f"emulated: {reason}")
-    emulator.load()
-
-
 def counted(kind: str, rows: int, width: int, dtype: torch.dtype, residual: bool = False) -> dict[str, float]:
     """Bytes an element that forward and backward move, less a sector a row for each statistic (it is read or
     written alone; on a GPU the cache holds what the rows beside it need of that sector)."""
@@ -38,7 +19,7 @@ def counted(kind: str, rows: int, width: int, dtype: torch.dtype, residual: bool
     with emulator.counting() as launches:
         _, summed, *statistics = forward("emulated", kind, x, other if residual else None, weight, bias)
         backward("emulated", kind, dy, summed if residual else x, statistics, weight, bias, other if residual else None)
-    moved = traffic(launches, x.numel())
+    moved = emulator.bytes_moved(launches, x.numel())
     for name in moved:
         if name != "finalise":
             moved[name] -= len(statistics) * 32 / width

@@ -26,15 +26,17 @@ def a_model() -> nn.Sequential:
         nn.Sequential(
             nn.RMSNorm(8), nn.LayerNorm((8,), eps=0.1, bias=False), nn.LayerNorm(8, elementwise_affine=False)
         ),
+        nn.Softmax(-1),
+        nn.LogSoftmax(dim=0),
     )
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     return model
 
 
-NAMES = ("0", "2", "3.0", "3.1", "3.2")
-FUSED = (memkern.nn.LayerNorm, memkern.nn.GELU, memkern.nn.RMSNorm, memkern.nn.LayerNorm, memkern.nn.LayerNorm)
-TORCHS = (nn.LayerNorm, nn.GELU, nn.RMSNorm, nn.LayerNorm, nn.LayerNorm)
+NAMES = ("0", "2", "3.0", "3.1", "3.2", "4", "5")
+TORCHS = (nn.LayerNorm, nn.GELU, nn.RMSNorm, nn.LayerNorm, nn.LayerNorm, nn.Softmax, nn.LogSoftmax)
+FUSED = tuple(getattr(memkern.nn, kind.__name__) for kind in TORCHS)
 
 
 def classes(model: nn.Module) -> tuple[type, ...]:
@@ -75,7 +77,7 @@ def test_same_values_and_gradients(backend, device) -> None:
 
 def test_the_fused_kernels_are_what_runs(monkeypatch) -> None:
     called = []
-    for name in ("gelu", "layer_norm", "rms_norm"):
+    for name in ("gelu", "layer_norm", "rms_norm", "softmax", "log_softmax"):
         function = getattr(memkern.functional, name)
         monkeypatch.setattr(
             memkern.functional, name, lambda *a, n=name, f=function, **k: called.append(n) or f(*a, **k)
@@ -83,23 +85,23 @@ def test_the_fused_kernels_are_what_runs(monkeypatch) -> None:
     model = a_model()
     with memkern.patch(model):
         model(torch.randn(2, 8))
-    assert called == ["layer_norm", "gelu", "rms_norm", "layer_norm", "layer_norm"]
+    assert called == ["layer_norm", "gelu", "rms_norm", "layer_norm", "layer_norm", "softmax", "log_softmax"]
     model(torch.randn(2, 8))
-    assert len(called) == 5
+    assert len(called) == 7
 
 
 def test_context_manager_undoes_what_it_did_and_no_more() -> None:
     model = a_model()
     before = state(model)
     with pytest.raises(KeyError), memkern.patch(model) as report:
-        assert classes(model) == FUSED and len(report.replaced) == 5
+        assert classes(model) == FUSED and len(report.replaced) == 7
         raise KeyError
     assert state(model) == before
     memkern.patch(model[3])
     with memkern.patch(model) as report:
-        assert list(report.replaced) == ["0", "2"]
+        assert list(report.replaced) == ["0", "2", "4", "5"]
         assert report.left == dict.fromkeys(("3.0", "3.1", "3.2"), "is memkern's already")
-    assert classes(model) == TORCHS[:2] + FUSED[2:]
+    assert classes(model) == TORCHS[:2] + FUSED[2:5] + TORCHS[5:]
 
 
 def test_hooks_flags_and_state_stay() -> None:
@@ -128,7 +130,27 @@ def test_options_reach_the_norms() -> None:
     before = state(model)
     with memkern.patch(model, autocast="torch", memory_efficient=True):
         assert all(model.get_submodule(name).memory_efficient for name in ("0", "3.0", "3.1"))
-        assert model[0].autocast == "torch" and not hasattr(model[2], "autocast")
+        assert all(model.get_submodule(name).autocast == "torch" for name in NAMES if name != "2")
+        assert not hasattr(model[2], "autocast") and not hasattr(model[4], "memory_efficient")
+    assert state(model) == before
+
+
+LOSSES = {
+    "plain": nn.CrossEntropyLoss(),
+    "weighted": nn.CrossEntropyLoss(torch.rand(5), ignore_index=1, reduction="sum", label_smoothing=0.1),
+}
+if hasattr(nn, "LinearCrossEntropyLoss"):
+    LOSSES["linear"] = nn.LinearCrossEntropyLoss(5, 5, bias=True)
+
+
+def test_losses(backend, device) -> None:
+    model = nn.ModuleDict(copy.deepcopy(LOSSES)).to(device)
+    x, target = torch.randn(4, 5, device=device), torch.tensor([0, 1, 4, 2], device=device)
+    expected, before, text = [loss(x, target) for loss in model.values()], state(model), repr(model)
+    with memkern.patch(model) as report:
+        assert list(report.replaced) == list(LOSSES) and repr(model) == text
+        assert all(type(loss).__module__ == "memkern.nn" for loss in model.values())
+        torch.testing.assert_close([loss(x, target) for loss in model.values()], expected)
     assert state(model) == before
 
 
@@ -205,7 +227,7 @@ def test_a_compiled_model_follows() -> None:
     x = torch.randn(2, 8)
     expected = compiled(x)
     with memkern.patch(compiled) as report:
-        assert len(report.replaced) == 5
+        assert len(report.replaced) == 7
         torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(compiled(x), expected)
 

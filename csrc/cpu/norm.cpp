@@ -1,93 +1,14 @@
 // LayerNorm and RMSNorm on the CPU. A row of a 16-bit dtype is widened into a buffer that stays in the first
 // level of cache; fp32 and fp64 rows are used where they are.
 #include "../norm.h"
-#include "loops.h"
+#include "rows.h"
 
 #include <cmath>
-#include <type_traits>
 
 namespace memkern {
 namespace {
 
 constexpr int64_t kGrain = 16384;  // elements worth a thread of their own
-
-template <class T>
-using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-// GCC notes that passing such vectors by value has changed with its version 4.6; all of it is inlined here.
-#pragma GCC diagnostic ignored "-Wpsabi"
-
-// Sums are kept in 64-byte vectors, of which the compiler makes what registers there are: the order of
-// additions is the same on every machine.
-template <class A>
-struct VectorOf {
-  typedef A type __attribute__((vector_size(64)));
-};
-template <class A>
-using Vector = typename VectorOf<A>::type;
-template <class A>
-constexpr int64_t kLanes = 64 / sizeof(A);
-
-template <class A>
-MK_HD void load(const A* from, Vector<A>* to) {
-  memcpy(to, from, sizeof *to);
-}
-template <class A>
-MK_HD void load(const A* from, A* to) {
-  *to = *from;
-}
-template <class A, class V>
-MK_HD void put(A* to, const V& value) {
-  memcpy(to, &value, sizeof value);
-}
-
-// In strands, so that one addition need not wait for the one before.
-template <class A>
-struct Sum {
-  Vector<A> strands[4] = {};
-  A rest = 0, total = 0;
-
-  MK_HD void add(int strand, const Vector<A>& value) { strands[strand] += value; }
-  MK_HD void add(int, const A& value) { rest += value; }
-  // Adds to total what came since the last time.
-  MK_HD void settle() {
-    const Vector<A> lanes = (strands[0] + strands[1]) + (strands[2] + strands[3]);
-    for (int64_t i = 0; i < kLanes<A>; ++i) rest += lanes[i];
-    total += rest;
-    *this = {{}, 0, total};
-  }
-};
-
-// Calls body(i, tag, strand) so that all of n is covered: for the vector at i where tag is one, else for one
-// element. The sums are settled every 4096 elements, which keeps the rounding error that of short sums.
-template <class A, class Body, class... Sums>
-MK_HD void for_lanes(int64_t n, Body body, Sums&... sums) {
-  constexpr int64_t lanes = kLanes<A>;
-  int64_t i = 0;
-  while (i < n) {
-    const int64_t end = std::min(n, i + 4096);
-    for (; i + 4 * lanes <= end; i += 4 * lanes) {
-      body(i, Vector<A>{}, 0);
-      body(i + lanes, Vector<A>{}, 1);
-      body(i + 2 * lanes, Vector<A>{}, 2);
-      body(i + 3 * lanes, Vector<A>{}, 3);
-    }
-    for (; i + lanes <= end; i += lanes) body(i, Vector<A>{}, 0);
-    for (; i < end; ++i) body(i, A{}, 0);
-    (sums.settle(), ...);
-  }
-}
-
-// Row values in the type they are computed in: where they lie, or widened into buffer.
-template <class T>
-MK_HD const acc_t<T>* widened(const T* row, int64_t n, acc_t<T>* buffer) {
-  if constexpr (std::is_same_v<T, acc_t<T>>) {
-    return row;
-  } else {
-    for (int64_t i = 0; i < n; ++i) buffer[i] = widen(row[i]);
-    return buffer;
-  }
-}
 
 // weight (plus one where zero_centred) or bias in the type it is computed with; `missing` where there is none.
 template <class T>
@@ -131,7 +52,7 @@ MEMKERN_CLONES void forward_rows(const Forward<T>& a, int64_t begin, int64_t end
     A mean = 0, correction = 0;
     if (a.centre) {
       Sum<A> sum;
-      for_lanes<A>(n, [&](int64_t i, auto value, int strand) {
+      for_lanes<A>(n, [&](int64_t i, auto value, int strand) MEMKERN_INLINED {
         load(z + i, &value);
         sum.add(strand, value);
       }, sum);
@@ -139,7 +60,7 @@ MEMKERN_CLONES void forward_rows(const Forward<T>& a, int64_t begin, int64_t end
     }
     const T *next_x = a.x + (row + 2) * n, *next_residual = a.residual ? a.residual + (row + 2) * n : next_x;
     Sum<A> deviations, squares;
-    for_lanes<A>(n, [&](int64_t i, auto value, int strand) {
+    for_lanes<A>(n, [&](int64_t i, auto value, int strand) MEMKERN_INLINED {
       load(z + i, &value);
       // The row after the next: memory takes that long to deliver it.
       __builtin_prefetch(next_x + i);
@@ -188,7 +109,7 @@ MEMKERN_CLONES void backward_rows(const Backward<T>& a, int64_t begin, int64_t e
     }
     const T *next_x = a.x + (row + 2) * n, *next_dy = a.dy + (row + 2) * n;
     Sum<A> of_g, of_g_x_hat;
-    for_lanes<A>(n, [&](int64_t i, auto x_hat, int strand) {
+    for_lanes<A>(n, [&](int64_t i, auto x_hat, int strand) MEMKERN_INLINED {
       auto grad = x_hat, g = x_hat, sum = x_hat;
       load(x + i, &x_hat);
       // The row after the next: memory takes that long to deliver it.
@@ -216,7 +137,7 @@ MEMKERN_CLONES void backward_rows(const Backward<T>& a, int64_t begin, int64_t e
     const A mean_g = a.centre ? of_g.total / A(n) : 0;
     const A mean_g_x_hat = of_g_x_hat.total / A(n);
     T* dx = a.dx + row * n;
-    const auto at = [&](int64_t i) {
+    const auto at = [&](int64_t i) MEMKERN_INLINED {
       return (dy[i] * a.scale[i] - mean_g - (x[i] - offset) * factor * mean_g_x_hat) * rstd;
     };
     if (a.dsummed) {

@@ -87,18 +87,6 @@ __device__ __forceinline__ void store_dx(const Backward<T>& a, int64_t at, acc_t
   store(a.dx + at, pack<T, V>(dx));
 }
 
-// Makes the compiler take pack for a new value, which it must unpack again: keeping the unpacked one would
-// take twice the registers.
-template <class T, int V>
-__device__ __forceinline__ void forget_unpacked(Pack<T, V>& pack) {
-  if constexpr (sizeof(T) == 2 && sizeof(pack) == 16) {
-    uint32_t words[4];
-    memcpy(words, &pack, 16);
-    asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
-    memcpy(&pack, words, 16);
-  }
-}
-
 // 512 threads have 128 registers each. That is room for 32 columns where x and dy are packed two to a
 // register: for their sums for the weight; those for a bias too where x and dy stay in shared memory (Staged).
 template <class T, int V>

@@ -45,12 +45,28 @@ __device__ __forceinline__ Pack<T, N> load(const T* from) {
 template <class T, int N>
 __device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
   MEMKERN_STORED(to, sizeof(Pack<T, N>));
-  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+  if constexpr (sizeof(pack) == 16) {
+    // Index 0, but not to the compiler: nvcc 13 splits up the store at a pointer that other stores are relative to.
+    int zero = 0;
+    asm("" : "+r"(zero));
+    uint4 words;
+    memcpy(&words, &pack, 16);
+    reinterpret_cast<uint4*>(to)[zero] = words;
+  } else {
+    *reinterpret_cast<Pack<T, N>*>(to) = pack;
+  }
 }
 
 __device__ __forceinline__ float2 widen(const __half* pair) { return __half22float2(*reinterpret_cast<const __half2*>(pair)); }
+// A bf16 is the upper half of its fp32.
 __device__ __forceinline__ float2 widen(const __nv_bfloat16* pair) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(pair));
+  uint32_t bits[2];
+  memcpy(bits, pair, 4);
+  bits[1] = bits[0] & 0xffff0000u;
+  bits[0] <<= 16;
+  float2 values;
+  memcpy(&values, bits, 8);
+  return values;
 }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
 __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -94,6 +110,52 @@ __device__ __forceinline__ Pack<T, N> pack(const acc_t<T> (&in)[N]) {
     for (int i = 0; i < N; ++i) narrow(packed.value + i, in[i]);
   }
   return packed;
+}
+
+// Makes the compiler take pack for a new value, which it must unpack again: keeping the unpacked one would
+// take twice the registers.
+template <class T, int V>
+__device__ __forceinline__ void forget_unpacked(Pack<T, V>& pack) {
+  if constexpr (sizeof(T) == 2 && sizeof(pack) == 16) {
+    uint32_t words[4];
+    memcpy(words, &pack, 16);
+    asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
+    memcpy(&pack, words, 16);
+  }
+}
+
+// V values are moved this many at a time.
+template <class T, int V>
+constexpr int kAccess = V * sizeof(T) > 16 ? int(16 / sizeof(T)) : V;
+
+// V neighbouring values, in as few accesses as there can be.
+template <int V, class T>
+__device__ __forceinline__ void load_values(const T* from, acc_t<T> (&out)[V]) {
+  constexpr int N = kAccess<T, V>;
+#pragma unroll
+  for (int i = 0; i < V; i += N) {
+    acc_t<T> part[N];
+    unpack(load<T, N>(from + i), part);
+#pragma unroll
+    for (int j = 0; j < N; ++j) out[i + j] = part[j];
+  }
+}
+
+template <int V, class A>
+__device__ __forceinline__ void store_values(A* to, const A (&values)[V]) {
+  constexpr int N = kAccess<A, V>;
+#pragma unroll
+  for (int i = 0; i < V; i += N) {
+    Pack<A, N> part;
+#pragma unroll
+    for (int j = 0; j < N; ++j) part.value[j] = values[i + j];
+    store(to + i, part);
+  }
+}
+
+template <class A>
+__device__ __forceinline__ void store_one(A* to, A value) {
+  store(to, Pack<A, 1>{{value}});
 }
 
 // Calls body(type tag) for the CUDA storage type of dtype.

@@ -12,11 +12,9 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memkern import backends
-from memkern.functional.common import floating, one_of
+from memkern.functional.common import AUTOCAST, floating, one_of, torch_dtype
 from memkern.functional.norm_autograd import Plan, norm, y_tells_x
 from memkern.ops import computed_in
-
-AUTOCAST = ("keep", "torch")
 
 
 def layer_norm(
@@ -159,7 +157,7 @@ def _norm(
         _check_beside(x, "residual", residual, x.shape)
         if residual.dtype != dtype:
             dtype = torch.promote_types(dtype, residual.dtype)
-    policy = _torch_dtype(name, x.to(dtype)) if autocast == "torch" else dtype
+    policy = torch_dtype(getattr(F, name), x.to(dtype), (1,)) if autocast == "torch" else dtype
     for parameter_name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
             _check_beside(x, parameter_name, parameter, shape)
@@ -206,13 +204,6 @@ def _check_beside(x: Tensor, name: str, value: Tensor, shape: tuple[int, ...]) -
         raise ValueError(f"{name}: got shape {tuple(value.shape)}, needs {tuple(shape)}")
     if value.device != x.device:
         raise ValueError(f"{name}: got device {value.device}, needs that of input, {x.device}")
-
-
-def _torch_dtype(name: str, x: Tensor) -> torch.dtype:
-    """The dtype of what the installed PyTorch's own norm returns for ``x`` here and now."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x.dtype
-    return getattr(F, name)(x.new_empty(0, 1), (1,)).dtype
 
 
 # What was found out about parameters, and about which state of them.

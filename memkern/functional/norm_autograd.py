@@ -5,7 +5,6 @@ Derivatives beyond the fused gradient are those of the plain formulas below: rig
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memkern import ops
-from memkern.functional.common import batched_together, signature_read_once
+from memkern.functional.common import batched_together, forward_derivative, gradients_of, signature_read_once
 from memkern.reference.common import wide
 from memkern.reference.norm import IMPLEMENTATIONS
 
@@ -171,10 +170,8 @@ class _NormBackward(Function):
         ctx.mark_non_differentiable(*(gradient for gradient, need in zip(output, ctx.needs, strict=True) if not need))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Maybe, ...]:
-        plain, given = _without_none(ctx.plain, ctx.saved_tensors)
-        found = iter(torch.func.vjp(plain, *given)[1](gradients))
-        return *(None if tensor is None else next(found) for tensor in ctx.saved_tensors), None, None, None, None
+    def backward(ctx: Any, *found: Tensor) -> tuple[Maybe, ...]:
+        return *gradients_of(ctx.plain, ctx.saved_tensors, found), None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
@@ -189,41 +186,20 @@ class _NormBackward(Function):
         return gradients, (0, None, None)
 
 
-def _without_none(f: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Callable[..., Any], list[Tensor]]:
-    """``f`` as a function of those of its arguments that are not None, and these."""
-    given = [argument is not None for argument in arguments]
-
-    def g(*tensors: Tensor) -> Any:
-        rest = iter(tensors)
-        return f(*(next(rest) if here else None for here in given))
-
-    return g, [argument for argument in arguments if argument is not None]
-
-
-def _forward_derivative(f: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    """The derivative of ``f`` along ``tangents``, by reverse mode twice: torch.func.jvp does not nest in forward_ad."""
-    g, given = _without_none(f, primals)
-    along = [torch.zeros_like(p) if t is None else t for p, t in zip(primals, tangents, strict=True) if p is not None]
-    with torch.enable_grad():
-        zeros = tuple(torch.zeros_like(output) for output in g(*given))
-        push = torch.func.vjp(lambda *u: torch.func.vjp(g, *given)[1](u), *zeros)[1]
-        return push(tuple(along))
-
-
 # Forward-mode AD lives in subclasses, for eager use only: under fullgraph Dynamo refuses a Function
 # that defines jvp.
 class _NormEager(_Norm):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
         plain = partial(ctx.plan.forward, plain=True)
-        outputs = _forward_derivative(plain, ctx.saved_for_forward, tangents[:4])
+        outputs = forward_derivative(plain, ctx.saved_for_forward, tangents[:4])
         return tuple(t if yes else None for t, yes in zip(outputs, ctx.differentiable, strict=True))
 
 
 class _NormBackwardEager(_NormBackward):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        gradients = _forward_derivative(ctx.plain, ctx.saved_for_forward, tangents[:7])
+        gradients = forward_derivative(ctx.plain, ctx.saved_for_forward, tangents[:7])
         return tuple(t if need else None for t, need in zip(gradients, ctx.needs, strict=True))
 
 

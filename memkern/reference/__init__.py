@@ -6,9 +6,9 @@ Arithmetic is fp64 where the device has it, else (MPS) fp32.
 from __future__ import annotations
 
 from memkern import ops
-from memkern.reference import gelu, norm, optim
+from memkern.reference import cross_entropy, gelu, norm, optim, softmax
 
-FAMILIES = (gelu, norm, optim)
+FAMILIES = (cross_entropy, gelu, norm, optim, softmax)
 
 
 def register() -> None:

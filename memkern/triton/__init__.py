@@ -11,9 +11,9 @@ from torch.library import custom_op, triton_op
 
 from memkern import ops
 from memkern.backends import interpreting
-from memkern.triton import gelu, norm, optim
+from memkern.triton import cross_entropy, gelu, norm, optim, softmax
 
-FAMILIES = (gelu, norm, optim)
+FAMILIES = (cross_entropy, gelu, norm, optim, softmax)
 UNTRACEABLE = (optim,)  # it reads addresses, which a tensor has none of while PyTorch traces it
 
 

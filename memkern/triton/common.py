@@ -15,6 +15,10 @@ from memkern.ops import check_like
 
 _INTERPRETING = tl.constexpr(interpreting())
 
+LOG2E = tl.constexpr(1.442695)
+# Rounds what is added to it to an integer; as in csrc/math.h.
+ROUND_64 = tl.constexpr(1.5 * 2**23 + 64)
+
 
 # The interpreter cuts values off to bf16 instead of rounding them, and misreads bf16 subnormals: there,
 # bf16 is converted by its bits.
@@ -36,6 +40,17 @@ def rounded(value, dtype: tl.constexpr):
         return (up >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return value.to(dtype)
+
+
+@triton.jit
+def exp_parts(z, r):
+    """2^64 exp(r + n ln 2) = scale (1 + c), where z = n + ROUND_64."""
+    scale = ((z.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
+    p = r * 0.0013820338 + 0.008369063
+    p = p * r + 0.04166828
+    p = p * r + 0.16666518
+    p = p * r + 0.49999994
+    return scale, (r * r) * p + r
 
 
 def is_dense(x: Tensor) -> bool:

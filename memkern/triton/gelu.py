@@ -11,12 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memkern.triton.common import dense, in_order_of, launch, rounded, widened
+from memkern.triton.common import LOG2E, ROUND_64, dense, exp_parts, in_order_of, launch, rounded, widened
 
 BLOCK = 1024
 
-LOG2E = tl.constexpr(1.442695)
-ROUND_64 = tl.constexpr(1.5 * 2**23 + 64)
 TO_64 = tl.constexpr(2.0**64)
 FROM_64 = tl.constexpr(2.0**-64)
 TO_32 = tl.constexpr(2.0**32)
@@ -32,23 +30,12 @@ def _clamped_abs(x, top):
 
 
 @triton.jit
-def _exp_parts(z, r):
-    """2^64 exp(r + n ln 2) = scale (1 + c), where z = n + ROUND_64."""
-    scale = ((z.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
-    p = r * 0.0013820338 + 0.008369063
-    p = p * r + 0.04166828
-    p = p * r + 0.16666518
-    p = p * r + 0.49999994
-    return scale, (r * r) * p + r
-
-
-@triton.jit
 def _gauss(t):
     """2^64 exp(-t^2 / 2) as scale (1 + c)."""
     h = (t.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
     z = 0.5 * t * t * -LOG2E + ROUND_64
     n = z - ROUND_64
-    return _exp_parts(z, (-(0.5 * (h * h)) - n * 0.69314575) - ((0.5 * (t - h)) * (t + h) + n * 1.4286068e-06))
+    return exp_parts(z, (-(0.5 * (h * h)) - n * 0.69314575) - ((0.5 * (t - h)) * (t + h) + n * 1.4286068e-06))
 
 
 @triton.jit
@@ -56,7 +43,7 @@ def _exp_of_double(v):
     """2^64 exp(-v) of an fp64 v, as scale (1 + c)."""
     z = v.to(tl.float32) * -LOG2E + ROUND_64
     n = z - ROUND_64
-    return _exp_parts(z, (-v - n.to(tl.float64) * 0.6931471805599453).to(tl.float32))
+    return exp_parts(z, (-v - n.to(tl.float64) * 0.6931471805599453).to(tl.float32))
 
 
 @triton.jit

@@ -65,6 +65,18 @@ def counting() -> Iterator[list[dict[str, Any]]]:
         launches += module.launches()
 
 
+def bytes_moved(launches: list[dict[str, Any]], elements: int) -> dict[str, float]:
+    """Bytes an element that each kernel moves in 32-byte sectors; fails where an access touches more than it needs."""
+    moved: dict[str, float] = {}
+    for launch in launches:
+        for way in ("loaded", "stored"):
+            assert launch[way]["sectors"] == launch[way]["sectors_needed"], launch
+        name = launch["kernel"].split("(")[1].split("::")[-1].split("<")[0]
+        sectors = launch["loaded"]["sectors"] + launch["stored"]["sectors"]
+        moved[name] = moved.get(name, 0) + 32 * sectors / elements
+    return moved
+
+
 def environment(kind: str) -> dict[str, str]:
     """The environment for a Python process that loads kind ``asan`` or ``tsan``: their runtimes come first."""
 

@@ -1,0 +1,49 @@
+"""Whether a gradient belongs to one backward pass alone, so that it may be overwritten."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+
+def holders(dy: Tensor) -> tuple[int, ...]:
+    """How many references there are to the memory of ``dy``, to ``dy`` and, where it is a view, to what it views.
+
+    To be called in the ``backward`` of a Function that takes two gradients, as `alone` measures it there.
+    """
+    counts = [torch._C._storage_Use_Count(dy.untyped_storage()._cdata)]
+    for tensor in (dy,) if dy._base is None else (dy, dy._base):
+        counts += [sys.getrefcount(tensor), tensor._use_count()]  # type: ignore[attr-defined]
+    return tuple(counts)
+
+
+class _Probe(Function):
+    @staticmethod
+    def forward(x: Tensor, found: set[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+        return x.clone(), x.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, ctx.found = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor, None]:
+        ctx.found.add(holders(dy))
+        return dy, None
+
+
+@functools.cache
+def alone() -> frozenset[tuple[int, ...]]:
+    """What `holders` says, in this Python and PyTorch, of a gradient that nothing but the backward pass holds."""
+    found: set[tuple[int, ...]] = set()
+    with torch.inference_mode(False), torch.enable_grad():
+        for view in (False, True):
+            y, _ = _Probe.apply(torch.ones(2, requires_grad=True), found)
+            ((y.view(2, 1) if view else y) * 2).sum().backward()
+    return frozenset(found)
