@@ -30,7 +30,7 @@ struct Largest {
 template <class A>
 MK_HD A sum_of(const A* from, int64_t n) {
   Sum<A> sum;
-  for_lanes<A>(n, [&](int64_t i, auto value, int strand) {
+  for_lanes<A>(n, [&](int64_t i, auto value, int strand) MEMKERN_INLINED {
     load(from + i, &value);
     sum.add(strand, value);
   }, sum);
@@ -59,18 +59,32 @@ struct CrossEntropy {
   MK_HD bool ignored(int64_t row) const { return classes && classes[row] == ignore_index; }
   // The row's logits after the cap.
   MK_HD void load_row(int64_t row, A* s) const {
-    const T* from = logits + row * n;
-    if (softcap == 0)
-      for (int64_t i = 0; i < n; ++i) s[i] = widen(from[i]);
-    else
-      for (int64_t i = 0; i < n; ++i) s[i] = capped(A(widen(from[i])), softcap).value;
+    const A cap = softcap;  // not a member that a store may change
+    for (int64_t i = 0; i < n; ++i) s[i] = widen(logits[row * n + i]);
+    if (cap != 0)
+      for (int64_t i = 0; i < n; ++i) s[i] = capped(s[i], cap).value;
+  }
+  // And factor times what the cap makes of a small change in each of them.
+  MK_HD void load_row(int64_t row, A* s, A* slope, A factor) const {
+    const A cap = softcap;
+    for (int64_t i = 0; i < n; ++i) s[i] = widen(logits[row * n + i]);
+    if (cap == 0) {
+      for (int64_t i = 0; i < n; ++i) slope[i] = factor;
+      return;
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const Capped<A> c = capped(s[i], cap);
+      s[i] = c.value;
+      slope[i] = factor * c.slope;
+    }
   }
   // The share of every class but that of an index, which has its `sharp` part still to come.
   MK_HD void load_shares(int64_t row, A* share) const {
+    const Shares<A> of = part;
     if (classes)
-      for (int64_t i = 0; i < n; ++i) share[i] = part.even;
+      for (int64_t i = 0; i < n; ++i) share[i] = of.even;
     else
-      for (int64_t i = 0; i < n; ++i) share[i] = part.of(A(1), A(widen(probabilities[row * n + i])));
+      for (int64_t i = 0; i < n; ++i) share[i] = of.of(A(1), A(widen(probabilities[row * n + i])));
     if (weight)
       for (int64_t i = 0; i < n; ++i) share[i] *= weight[i];
   }
@@ -121,12 +135,7 @@ MEMKERN_CLONES void gradients(const CrossEntropy<T, Q>& a, const acc_t<T>* dloss
       for (int64_t i = 0; i < n; ++i) store(to + i, A(0));
       continue;
     }
-    if (a.softcap != 0)
-      for (int64_t i = 0; i < n; ++i)
-        slope[i] = dloss[row] * capped(A(widen(a.logits[row * n + i])), a.softcap).slope;
-    else
-      for (int64_t i = 0; i < n; ++i) slope[i] = dloss[row];
-    a.load_row(row, s);
+    a.load_row(row, s, slope, dloss[row]);
     const A lse = lses[row], z = 2 * a.z_loss * lse;
     if (!a.classes) {
       a.load_shares(row, share);
