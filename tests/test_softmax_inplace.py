@@ -151,6 +151,11 @@ def test_the_mask_gets_its_gradient_first(backend, device) -> None:
         found.append([leaf.grad for leaf in leaves])
     torch.testing.assert_close(found[0], found[1])
     assert found[1][1].abs().sum() > 0
+    before = w.clone()
+    alone = bias.clone().requires_grad_()
+    scaled_masked_softmax(x, alone, 0.5, inplace_backward=True).backward(w)  # no gradient to put over w
+    torch.testing.assert_close(alone.grad, found[0][1])
+    assert torch.equal(w, before)
 
 
 def test_the_version_counter_sees_it(backend, device) -> None:

@@ -167,5 +167,5 @@ def test_no_data() -> None:
         assert x.grad.shape == x.shape and x.grad.dtype == x.dtype
     with torch._subclasses.FakeTensorMode():
         x = torch.randn(3, 4, requires_grad=True)
-        scaled_masked_softmax(x, dropout=0.1).sum().backward()
+        (scaled_masked_softmax(x, dropout=0.1, inplace_backward=True) * x.detach()).sum().backward()
         assert x.grad.shape == (3, 4)

@@ -206,7 +206,7 @@ Tensor check_and_norm(const Tensors& grads, const Maybe& grad_scale, double max_
   double sum = 0, infinite = 0;
   for (size_t i = 0; i < chunks.size(); ++i) sum += sums[i], infinite += infinites[i];
   const bool found = infinite != 0 || !usable(unscale);
-  Tensor result = torch::stable::new_empty(grads[0], {3}, ScalarType::Float);
+  Tensor result = fresh(grads[0], {3}, ScalarType::Float);
   float* out = static_cast<float*>(result.mutable_data_ptr());
   out[0] = found ? 1.0f : 0.0f;
   out[1] = static_cast<float>(std::sqrt(sum));

@@ -89,12 +89,6 @@ __global__ void __launch_bounds__(kFinishThreads)
   store<float, 1>(out + 2, {clip_factor(max_norm, norm)});
 }
 
-Tensor scratch(const Tensor& like, int64_t n, ScalarType dtype) {
-  Tensor x = torch::stable::new_empty(like, {n}, dtype);
-  MEMKERN_FRESH(x.data_ptr(), n * x.element_size());
-  return x;
-}
-
 Tensor check_and_norm(const Tensors& grads, const Maybe& grad_scale, double max_norm) {
   const OnDeviceOf device(grads[0]);
   std::vector<Gradient> items;
@@ -112,7 +106,7 @@ Tensor check_and_norm(const Tensors& grads, const Maybe& grad_scale, double max_
     chunks += items.back().chunks();
   }
   const float* scale = scalar(grad_scale, "grad_scale");
-  const Tensor sums = scratch(grads[0], chunks, ScalarType::Double), result = scratch(grads[0], 3, ScalarType::Float);
+  const Tensor sums = fresh(grads[0], {chunks}, ScalarType::Double), result = fresh(grads[0], {3}, ScalarType::Float);
   auto* sum = static_cast<double*>(sums.mutable_data_ptr());
   in_batches(CheckShared{scale, sum}, items, [&](auto& batch, int64_t, int64_t first_chunk, int64_t count) {
     batch.shared.sums = sum + first_chunk;
@@ -356,8 +350,8 @@ void run_on(const Algorithm& algorithm, const OnDevice& numbers, const std::vect
              [&](auto& batch, int64_t, int64_t, int64_t chunks) {
                Tensor sums, ratios;
                if constexpr (std::is_same_v<Algorithm, Lamb>) {
-                 sums = scratch(like, 2 * chunks, ScalarType::Double);
-                 ratios = scratch(like, batch.count, ScalarType::Double);
+                 sums = fresh(like, {2 * chunks}, ScalarType::Double);
+                 ratios = fresh(like, {batch.count}, ScalarType::Double);
                  batch.shared.sums = static_cast<double*>(sums.mutable_data_ptr());
                  batch.shared.ratios = nullptr;
                  launch(lamb_norm_kernel<A>, chunks, kChunkThreads, 0, device.stream, batch);

@@ -83,7 +83,8 @@ class _Softmax(Function):
     def backward(ctx: Any, dy: Maybe, ddropped: Maybe) -> tuple[Maybe, Maybe, None, None]:
         plan, (y, seed) = ctx.plan, ctx.saved_tensors
         held = None
-        if plan.overwrite and _can_overwrite(ddropped if plan.dropout > 0 else dy, y, ctx.dtype):
+        wanted = plan.overwrite and ctx.needs_input_grad[0]
+        if wanted and _can_overwrite(ddropped if plan.dropout > 0 else dy, ctx.dtype):
             held = holders(ddropped if plan.dropout > 0 else dy)  # before anything here holds it, too
         # Dynamo passes something for every output.
         steps = [
@@ -98,7 +99,7 @@ class _Softmax(Function):
                 dmask = found if dmask is None else dmask + found
             dmask = None if dmask is None else dmask.to(ctx.mask_dtype)
         if held is not None:
-            if held not in alone():
+            if held not in alone(y.device):
                 raise RuntimeError(HELD)
             return plan.backward_over(steps[0][0], y, seed), dmask, None, None
         if ctx.needs_input_grad[0]:
@@ -121,7 +122,7 @@ HELD = (
 )
 
 
-def _can_overwrite(dy: Maybe, y: Tensor, dtype: torch.dtype) -> bool:
+def _can_overwrite(dy: Maybe, dtype: torch.dtype) -> bool:
     """Whether dx fits in the place of ``dy``, and this is a backward pass of which nothing is recorded."""
     if dy is None or type(dy) is not Tensor or torch._C._are_functorch_transforms_active():
         return False
