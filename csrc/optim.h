@@ -144,6 +144,10 @@ struct Lamb {
 
 // ---- What an op reads on the device
 
+// What gradients that carry the loss scale, where there is one, are to be multiplied by.
+MK_HD float inverse(const float* grad_scale) { return grad_scale ? float(1.0 / double(*grad_scale)) : 1.0f; }
+MK_HD bool usable(float unscale) { return unscale - unscale == 0 && unscale != 0; }
+
 struct OnDevice {
   const float *lr, *grad_scale, *clip, *found_inf;  // null where not given
   double lr_number;
@@ -152,7 +156,7 @@ struct OnDevice {
   MK_HD bool skip() const { return found_inf != nullptr && !(*found_inf == 0); }
   MK_HD double learning_rate() const { return lr ? *lr : lr_number; }
   // The gradient is multiplied by the first, which is what write_grads writes back, and by the second.
-  MK_HD float unscale() const { return grad_scale ? float(1.0 / double(*grad_scale)) : 1.0f; }
+  MK_HD float unscale() const { return inverse(grad_scale); }
   MK_HD float along() const { return (clip ? *clip : 1.0f) * (maximize ? -1.0f : 1.0f); }
 };
 

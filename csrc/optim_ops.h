@@ -36,6 +36,7 @@ struct Row {
   const float* step;
   int64_t n;
   Type type[kLists];
+  int8_t head;  // CUDA: elements before all of them are aligned to an access; -1: they never are
 };
 
 inline bool same_layout(const Tensor& x, const Tensor& y) {

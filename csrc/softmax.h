@@ -150,8 +150,8 @@ inline MaskRows mask_rows(const Tensor& x, const MaybeTensor& mask, int64_t dim,
 // ---- Formulas ---------------------------------------------------------------
 //
 // Of a row, with z = scale x + mask and m near the largest z:  e = exp(z - m),  y = e / sum e,  and log-softmax
-// is (z - m) - log sum e.  z - m must be right to the last bit where scale x is large, so scale x is not rounded on
-// the way: any m will do that is one for the row. A masked z is -inf, and its e is 0.
+// is (z - m) - log sum e.  z - m is one fma, since scale x rounded to its own size would be too rough: any m will do
+// that is one for the row. A masked z is -inf, and its e is 0.
 // With g = dy after dropout,  dx = scale y (g - sum(g y)),  or, for log-softmax,  dx = scale (g - exp(y) sum(g)).
 
 // m, or 0 where every z is -inf: exp(-inf - -inf) is never asked for.
@@ -164,12 +164,6 @@ MK_HD A shift_of(A max) {
 template <class A>
 MK_HD A logit(A x, A scale, A mask) {
   return std::fma(x, scale, mask);
-}
-
-// z - m without a mask that is added, from the x of the largest z: 0 there.
-template <class A>
-MK_HD A distance(A x, A scale, A top) {
-  return (x - top) * scale;
 }
 
 // z - m without a mask that is added.
@@ -205,19 +199,6 @@ MK_HD A larger(A a, A b) {
   return a > b ? a : b;
 #endif
 }
-
-// The largest z of part of a row, in units of 1 / scale, and the sum of its exp(z - shift_of(max)).
-template <class A>
-struct MaxSum {
-  A max = -A(INFINITY), sum = 0;
-
-  // To a max that is no lower. A part that is all -inf keeps the sum 0.
-  template <class Storage>
-  MK_HD void raise(A to, A scale) {
-    sum *= exponential<Storage>(distance(max, scale, shift_of(to)));
-    max = to;
-  }
-};
 
 // What a row's e are multiplied by.
 template <class A>

@@ -82,46 +82,45 @@ class GradScaler(torch.amp.GradScaler):
 
 
 class _Skips:
-    """An optimizer's count of skipped steps, on the host, as far as the device has got."""
+    """An optimizer's skipped steps, on the host, as far as the device has got; and what schedulers know of them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.known = 0
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        self.known = self.before = optimizer._skipped_before
         self.arrived: torch.cuda.Event | None = None
-        self.copy = torch.zeros((), dtype=torch.int64, pin_memory=True) if device.type == "cuda" else None
+        on_gpu = optimizer.skipped_steps.device.type == "cuda"
+        self.copy = torch.zeros((), dtype=torch.int64, pin_memory=True) if on_gpu else None
+        self.held_back: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # calls, of each scheduler
 
     def count(self, skipped_steps: Tensor) -> int:
+        """Since the optimizer was made or loaded."""
         if self.copy is None:
-            return int(skipped_steps)
-        if self.arrived is None or self.arrived.query():
+            self.known = int(skipped_steps)
+        elif self.arrived is None or self.arrived.query():
             if self.arrived is not None:
                 self.known = int(self.copy)
             self.copy.copy_(skipped_steps, non_blocking=True)
             self.arrived = torch.cuda.Event()
             self.arrived.record(torch.cuda.current_stream(skipped_steps.device))
-        return self.known
-
-
-_skips: WeakKeyDictionary[FusedOptimizer, _Skips] = WeakKeyDictionary()
-_held_back: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        return self.known - self.before
 
 
 def step_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler, optimizer: FusedOptimizer) -> None:
     """``scheduler.step()``, but once for every step the optimizer took, and not for those it skipped.
 
-    Call it in place of ``scheduler.step()``, every time after the optimizer's step. It does not wait for
-    the GPU: a skip there is known a little later, and then one call is held back for it. Count from the
-    optimizer's creation: use it from the first step on.
+    Call it in place of ``scheduler.step()``, every time after the optimizer's step, from the first one on after
+    the optimizer was made or loaded. It does not wait for the GPU: a skip there is known a little later, and then
+    one call is held back for it.
 
     Raises:
         TypeError: ``optimizer`` is not one of :mod:`memkern.optim`.
     """
     if not isinstance(optimizer, FusedOptimizer):
         raise TypeError(f"optimizer: got {type(optimizer).__name__}, needs an optimizer of memkern.optim")
-    if optimizer not in _skips:
-        _skips[optimizer] = _Skips(optimizer.skipped_steps.device)
-    skipped = _skips[optimizer].count(optimizer.skipped_steps)
-    held_back = _held_back.get(scheduler, 0)
-    if held_back < skipped:
-        _held_back[scheduler] = held_back + 1
+    if optimizer._skips is None:
+        optimizer._skips = _Skips(optimizer)
+    skips = optimizer._skips
+    held_back = skips.held_back.get(scheduler, 0)
+    if held_back < skips.count(optimizer.skipped_steps):
+        skips.held_back[scheduler] = held_back + 1
     else:
         scheduler.step()

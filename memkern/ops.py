@@ -217,6 +217,13 @@ def check_like(name: str, value: Tensor, x: Tensor, of: str = "x") -> None:
             raise ValueError(f"{name}: got {what} {got}, needs that of {of}, {needed}")
 
 
+def same_order(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one shape put their elements in the same order in memory."""
+    return x.stride() == y.stride() or all(
+        size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), y.stride(), strict=True)
+    )
+
+
 _defined: dict[str, torch.library.Library] = {}
 
 

@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 import memkern
 from memkern import backends
 from tests import emulator
+from tests.optim_tools import OPTIMIZERS, SCALERS
 
 BACKENDS = ("reference", "cpu", "triton", "cuda", "emulated")
 
@@ -52,6 +53,20 @@ def backend(request: pytest.FixtureRequest):
 def device(backend: str) -> str:
     """The device whose tensors that backend serves."""
     return "cuda" if torch.cuda.is_available() and backend in ("cuda", "triton") else "cpu"
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def make_optimizer(request: pytest.FixtureRequest):
+    """Each of memkern's optimizers: called with parameters, and arguments that all optimizers have."""
+    return OPTIMIZERS[request.param]
+
+
+@pytest.fixture(params=SCALERS)
+def scaler(request: pytest.FixtureRequest, backend: str, device: str) -> torch.amp.GradScaler:
+    """torch's or memkern's, at a scale of 4."""
+    scaler = SCALERS[request.param](device, init_scale=4.0)
+    scaler.scale(torch.ones((), device=device))  # creates the scale
+    return scaler
 
 
 @pytest.fixture

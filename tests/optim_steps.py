@@ -13,7 +13,7 @@ from torch import Tensor
 from memkern import backends, ops
 from tests.ulp import spacing
 
-SIZES = (1, 0, 3, 4099, 17, 0)  # a chunk of the kernels and a bit, and empty ones at the end too
+SIZES = (1, 0, 3, 4099, 48, 17, 0)  # odd and whole vectors, a block of the CPU's and a bit, empty ones at the end too
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
@@ -131,7 +131,8 @@ class Tensors:
         grads = normal(dtypes.grad, scale)
         states = [normal(dtypes.state, 0.5) for _ in range(algorithm.states)]
         if algorithm.op != "sgd_step":
-            states[1:] = [[(s.float() ** 2).to(s.dtype) for s in some] for some in states[1:]]
+            # Squares; nearer to 0, the rounding of a gradient counts for more in a step than check_step allows.
+            states[1:] = [[(s.float() ** 2 + 0.01).to(s.dtype) for s in some] for some in states[1:]]
         steps = [torch.tensor(step + i % 2, device=device) for i in range(len(sizes))] if algorithm.counts else []
         return cls(params, grads, states, masters, steps)
 

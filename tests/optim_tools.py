@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import memkern
 from memkern.optim import LAMB, SGD, Adam, AdamW, Lion
 
 OPTIMIZERS = {
@@ -15,6 +16,7 @@ OPTIMIZERS = {
     "LAMB": lambda params, **more: LAMB(params, lr=0.1, **more),
     "Lion": lambda params, **more: Lion(params, lr=0.1, **more),
 }
+SCALERS = {"torch": torch.amp.GradScaler, "memkern": memkern.amp.GradScaler}
 
 
 def parameter(device: str, value: float = 1.0, n: int = 5, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:

@@ -64,6 +64,24 @@ def exact_backward(dy, y, dim=-1, scale=1.0, log=False) -> tuple[Tensor, Tensor]
     return scale * dx, abs(scale) * y * (dy.abs() + (dy * y).abs().sum(dim, keepdim=True))
 
 
+def plain_chain(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Tensor:
+    """What scaled_masked_softmax is one pass of."""
+    z = x * scale
+    if mask is not None:
+        z = z.masked_fill(mask, -INF) if mask.dtype == torch.bool else z + mask
+    if causal:
+        queries, keys = x.shape[-2:]
+        z = z.masked_fill(torch.ones(queries, keys, dtype=torch.bool, device=x.device).triu(keys - queries + 1), -INF)
+    return z.softmax(-1)
+
+
+def value_and_gradient(f, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    y = f(x)
+    y.backward(dy)
+    return y.detach(), x.grad
+
+
 def epsilon(dtype: torch.dtype) -> float:
     """Of the arithmetic."""
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps

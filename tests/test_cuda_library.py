@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -37,11 +38,17 @@ def test_no_spills_and_no_stack_frames() -> None:
     assert [k for k in kernels if int(k[2]) or int(k[4])] == []
 
 
+@functools.cache
+def kernels_and_code() -> list[str]:
+    """The machine code of each kernel, after its name."""
+    code = subprocess.run([tool("cuobjdump"), "-sass", library("cuda")], capture_output=True, text=True).stdout
+    return code.split("Function : ")[1:]
+
+
 def test_packs_are_stored_whole() -> None:
     """nvcc may split a 16-byte store into narrow ones, which the emulator does not see."""
-    code = subprocess.run([tool("cuobjdump"), "-sass", library("cuda")], capture_output=True, text=True).stdout
     families = {"pointwise_kernel": 0, "backward_kernel": 0}  # of GELU; of cross-entropy and distillation
-    for function in code.split("Function : ")[1:]:
+    for function in kernels_and_code():
         kernel = re.match(
             r"\S*(?:gelu_cu|cross_entropy_cu)\S*(pointwise_kernel|backward_kernel)I\S*?Li([48])E", function
         )
@@ -52,6 +59,20 @@ def test_packs_are_stored_whole() -> None:
         assert set(stores) == {"128", single} and stores.count(single) == 1, (kernel[0], stores)
         families[kernel[1]] += 1
     assert all(families.values()), families
+
+
+def test_packs_of_softmax_are_stored_whole() -> None:
+    """16 bytes at a time; 8 where dx has half the bytes of dy."""
+    found = set()
+    for function in kernels_and_code():
+        kernel = re.match(r"\S*softmax_cu\S*?((?:for|back)ward_(?:rows|inner)(?:_looped)?)I([^L]*)Li[48]E", function)
+        if kernel is None:
+            continue
+        halves_to_fp32 = kernel[1].startswith("backward") and re.fullmatch(r"\d+__(half|nv_bfloat16)f", kernel[2])
+        stores = set(re.findall(r"STG\.E\.?(\w*) ", function))
+        assert stores == {"64" if halves_to_fp32 else "128"}, (kernel[0], stores)
+        found.add(kernel[1])
+    assert len(found) == 8, found
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])

@@ -1,4 +1,26 @@
-"""memkern's optimizers under both GradScalers: the protocol, and each way it is known to go wrong (T1 to T18)."""
+"""memkern's optimizers under both GradScalers: the protocol, and each way it is known to go wrong.
+
+    T1  found_inf of 2, from two GPUs          test_found_inf_is_a_count, and of the ops test_a_skip_changes_no_bit
+    T2  overflow on the first step             test_skip_on_the_very_first_step
+    T3  checkpoint of torch unfused -> fused   test_flags_of_a_checkpoint_choose_nothing
+    T4  checkpoint of torch fused -> unfused   test_flags_of_a_checkpoint_choose_nothing
+    T5  groups that disagree about fused       test_flags_of_groups_choose_nothing
+    T6  an exception inside step               test_an_exception_leaves_no_scale_behind
+    T7  a gradient broken after unscale_       test_a_gradient_broken_after_unscale
+    T8  infinite only once unscaled            test_scales_that_make_a_gradient_infinite, test_finite_after_unscaling
+    T9  a scale backed off to 0                the same two, and test_the_scale_has_a_floor
+    T10 fp16 parameters                        test_half_parameters
+    T11 bf16 parameter, fp32 gradient          test_gradients_of_another_dtype
+    T12 fp32 parameter, bf16 states            test_states_keep_their_dtype
+    T13 states cast when loaded                test_states_keep_their_dtype
+    T14 eps that is 0 in fp16                  test_no_overflow_of_sixteen_bit_arithmetic, test_zero_gradients_and_...
+    T15 bf16 updates below half a unit         test_small_steps_of_bf16_parameters
+    T16 grad_scale set by the user             test_grad_scale_of_the_user
+    T17 no gradients at all                    test_no_gradients_at_all
+    T18 sparse gradients                       test_sparse_gradients
+
+Here, but for those of the ops (test_optim.py), T12 and T13 (test_optim_state.py).
+"""
 
 from __future__ import annotations
 
@@ -9,26 +31,12 @@ import torch
 
 import memkern
 from memkern.optim import SGD, AdamW
-from tests.optim_tools import OPTIMIZERS, parameter, same_bits, set_grad, snapshot
-
-SCALERS = {"torch": torch.amp.GradScaler, "memkern": memkern.amp.GradScaler}
+from tests.optim_tools import parameter, same_bits, set_grad, snapshot
 
 
-@pytest.fixture(params=SCALERS)
-def scaler(request: pytest.FixtureRequest, backend: str, device: str) -> torch.amp.GradScaler:
-    scaler = SCALERS[request.param](device, init_scale=4.0)
-    scaler.scale(torch.ones((), device=device))  # creates the scale
-    return scaler
-
-
-@pytest.fixture(params=OPTIMIZERS)
-def make(request: pytest.FixtureRequest):
-    return OPTIMIZERS[request.param]
-
-
-def test_scaled_steps_are_unscaled_steps(scaler, device, make) -> None:
+def test_scaled_steps_are_unscaled_steps(scaler, device, make_optimizer) -> None:
     scaled, plain = parameter(device), parameter(device)
-    under_scaler, alone = make([scaled]), make([plain])
+    under_scaler, alone = make_optimizer([scaled]), make_optimizer([plain])
     for i in range(4):
         set_grad(scaled, 4 * (i - 1.5))
         set_grad(plain, i - 1.5)
@@ -40,12 +48,51 @@ def test_scaled_steps_are_unscaled_steps(scaler, device, make) -> None:
     assert not hasattr(under_scaler, "grad_scale") and not hasattr(under_scaler, "found_inf")
 
 
+def test_unscale_clip_step(scaler, device, make_optimizer) -> None:
+    """torch's own way of clipping: unscale_, clip_grad_norm_, step."""
+    params, twins = ([parameter(device), parameter(device, 2.0, 3)] for _ in range(2))
+    under_scaler, alone = make_optimizer(params), make_optimizer(twins)
+    for value in (0.5, 3.0, math.inf, 7.0):
+        for p, twin in zip(params, twins, strict=True):
+            set_grad(p, value * scaler.get_scale())
+            set_grad(twin, value)
+        scaler.unscale_(under_scaler)
+        torch.nn.utils.clip_grad_norm_(params, 2.0)
+        scaler.step(under_scaler)
+        scaler.update()
+        if value != math.inf:
+            torch.nn.utils.clip_grad_norm_(twins, 2.0)
+            alone.step()
+    assert same_bits(snapshot(under_scaler), snapshot(alone))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_16_bit_models_train_with_masters(backend, device, dtype) -> None:
+    """As the same model in fp32 does."""
+    losses = []
+    for own in (torch.float32, dtype):
+        torch.manual_seed(0)
+        x = torch.randn(16, 8, device=device)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).to(device, own)
+        optimizer = AdamW(model.parameters(), lr=1e-2, master_weights=torch.float32, max_grad_norm=1.0)
+        scaler = memkern.amp.GradScaler(device, init_scale=2.0**20)  # overflows at first
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss = (model(x.to(own)).float() - x[:, :4].sin()).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        losses.append(float(loss.detach()))
+        assert int(optimizer.skipped_steps) > 0 or own != torch.float16
+    assert losses[1] == pytest.approx(losses[0], rel=0.15) and losses[0] < 0.2
+
+
 @pytest.mark.parametrize("bad", (math.inf, -math.inf, math.nan))
 @pytest.mark.parametrize("unscale_first", (False, True))
-def test_overflow_skips_everything(scaler, device, make, bad, unscale_first) -> None:
+def test_overflow_skips_everything(scaler, device, make_optimizer, bad, unscale_first) -> None:
     """Also where unscale_ came first: grad_scale is then None, and found_inf still counts."""
     a, b = parameter(device), parameter(device, 2.0, 3)
-    optimizer = make([{"params": [a]}, {"params": [b], "lr": 0.3}])
+    optimizer = make_optimizer([{"params": [a]}, {"params": [b], "lr": 0.3}])
     for skip in (False, True, True, False):
         set_grad(a, 4.0)
         set_grad(b, 8.0)
@@ -63,10 +110,10 @@ def test_overflow_skips_everything(scaler, device, make, bad, unscale_first) -> 
     assert not torch.equal(a, torch.ones_like(a))
 
 
-def test_skip_on_the_very_first_step(scaler, device, make) -> None:
+def test_skip_on_the_very_first_step(scaler, device, make_optimizer) -> None:
     """T2: states made by a step that is then skipped are zeros, and the next step is a first step."""
     p, q = parameter(device), parameter(device)
-    optimizer, fresh = make([p]), make([q])
+    optimizer, fresh = make_optimizer([p]), make_optimizer([q])
     set_grad(p, math.inf)
     scaler.step(optimizer)
     scaler.update()
@@ -93,10 +140,10 @@ def test_dampening_leaves_the_first_step_that_counts_alone(scaler, device) -> No
 
 
 @pytest.mark.parametrize("count", (2.0, 3.0, math.nan))
-def test_found_inf_is_a_count(backend, device, make, count) -> None:
+def test_found_inf_is_a_count(backend, device, make_optimizer, count) -> None:
     """T1: the sum of the flags of several GPUs."""
     p = parameter(device)
-    optimizer = make([p])
+    optimizer = make_optimizer([p])
     set_grad(p, 1.0)
     optimizer.step()
     before = snapshot(optimizer)
@@ -200,9 +247,9 @@ def test_a_gradient_mended_after_unscale(scaler, device) -> None:
 @pytest.mark.parametrize(
     ("scale", "gradient"), ((2.0**-120, 1e10), (0.0, 1.0), (math.inf, 1.0)), ids=("T8", "T9", "infinite scale")
 )
-def test_scales_that_make_a_gradient_infinite(scaler, device, make, scale, gradient) -> None:
+def test_scales_that_make_a_gradient_infinite(scaler, device, make_optimizer, scale, gradient) -> None:
     p = parameter(device)
-    optimizer = make([p])
+    optimizer = make_optimizer([p])
     set_grad(p, 4.0)
     scaler.step(optimizer)
     scaler.update()
@@ -245,14 +292,14 @@ def test_half_parameters(scaler, device) -> None:
 
 
 @pytest.mark.parametrize("grad_dtype", (torch.float32, torch.bfloat16))
-def test_gradients_of_another_dtype(scaler, device, make, grad_dtype) -> None:
+def test_gradients_of_another_dtype(scaler, device, make_optimizer, grad_dtype) -> None:
     """T11: gradients accumulated in fp32 for bf16 parameters, or the other way round."""
     own = torch.bfloat16 if grad_dtype == torch.float32 else torch.float32
     p, q = parameter(device, dtype=own), parameter(device, dtype=own)
     if not hasattr(p, "grad_dtype"):
         pytest.skip(f"torch {torch.__version__} has no grad_dtype")
     p.grad_dtype = grad_dtype
-    optimizer, alone = make([p]), make([q])
+    optimizer, alone = make_optimizer([p]), make_optimizer([q])
     for value in (4.0, math.inf, 6.0):
         set_grad(p, value, grad_dtype)
         scaler.step(optimizer)
@@ -274,10 +321,14 @@ def test_no_overflow_of_sixteen_bit_arithmetic(backend, device) -> None:
         assert torch.equal(p, torch.full_like(p, expected))
 
 
-def test_small_steps_of_bf16_parameters(backend, device, make) -> None:
+def test_small_steps_of_bf16_parameters(backend, device, make_optimizer) -> None:
     """T15: steps below half a bf16 unit add up in the fp32 masters."""
     plain, kept, exact = (parameter(device, dtype=t) for t in (torch.bfloat16, torch.bfloat16, torch.float32))
-    optimizers = [make([plain]), make([kept], master_weights=torch.float32), make([exact])]
+    optimizers = [
+        make_optimizer([plain]),
+        make_optimizer([kept], master_weights=torch.float32),
+        make_optimizer([exact]),
+    ]
     for _ in range(100):
         for p, optimizer in zip((plain, kept, exact), optimizers, strict=True):
             optimizer.param_groups[0]["lr"] = 1e-4
@@ -288,10 +339,10 @@ def test_small_steps_of_bf16_parameters(backend, device, make) -> None:
     assert torch.equal(optimizers[1].state[kept]["master"], exact)
 
 
-def test_grad_scale_of_the_user(scaler, device, make) -> None:
+def test_grad_scale_of_the_user(scaler, device, make_optimizer) -> None:
     """T16: a factor that the user sets is multiplied in, for one step."""
     p, q = parameter(device), parameter(device)
-    optimizer, alone = make([p]), make([q])
+    optimizer, alone = make_optimizer([p]), make_optimizer([q])
     for factor in (8.0, torch.tensor(8.0, device=device)):
         optimizer.grad_scale = factor
         set_grad(p, 4.0 * 8.0)
@@ -309,10 +360,10 @@ def test_grad_scale_of_the_user(scaler, device, make) -> None:
     assert same_bits(snapshot(optimizer), snapshot(alone))
 
 
-def test_no_gradients_at_all(backend, device, make) -> None:
+def test_no_gradients_at_all(backend, device, make_optimizer) -> None:
     """T17: nothing happens, and update() does not fail (torch's own scaler does, after any optimizer)."""
     p = parameter(device)
-    optimizer = make([p])
+    optimizer = make_optimizer([p])
     optimizer.step()
     scaler = memkern.amp.GradScaler(device)
     scaler.scale(torch.ones((), device=device))
@@ -329,10 +380,10 @@ def test_no_gradients_at_all(backend, device, make) -> None:
     assert torch.equal(p, torch.ones_like(p))
 
 
-def test_sparse_gradients(scaler, device, make) -> None:
+def test_sparse_gradients(scaler, device, make_optimizer) -> None:
     """T18: refused by name, before anything is written."""
     a, b = parameter(device), parameter(device)
-    optimizer = make([("first", a), ("table", b)])
+    optimizer = make_optimizer([("first", a), ("table", b)])
     set_grad(a, 4.0)
     b.grad = torch.sparse_coo_tensor([[1]], [4.0], (5,), device=device)
     with pytest.raises(TypeError, match=r"gradient of parameter 'table': got torch.float32, torch.sparse_coo"):

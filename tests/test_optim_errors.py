@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from memkern import ops, optim
-from tests.optim_tools import OPTIMIZERS, parameter, same_bits, set_grad, snapshot
-
-
-@pytest.fixture(params=OPTIMIZERS)
-def make(request: pytest.FixtureRequest):
-    return OPTIMIZERS[request.param]
+from tests.optim_tools import parameter, same_bits, set_grad, snapshot
 
 
 @pytest.mark.parametrize(
@@ -65,31 +60,31 @@ def test_bad_numbers(optimizer, arguments, message) -> None:
     ),
     ids=("complex", "integer", "float8", "sparse"),
 )
-def test_bad_parameters(make, bad, names) -> None:
+def test_bad_parameters(make_optimizer, bad, names) -> None:
     params = [parameter("cpu"), torch.nn.Parameter(bad, requires_grad=False)]
     name = "parameter 'odd one'" if names else "parameter 1 of group 0"
     with pytest.raises(TypeError, match=f"{name}: got {bad.dtype}, {bad.layout}, needs a dense float16"):
-        make(list(zip(("good", "odd one"), params, strict=True)) if names else params)
-    optimizer = make([("good", params[0])] if names else params[:1])
+        make_optimizer(list(zip(("good", "odd one"), params, strict=True)) if names else params)
+    optimizer = make_optimizer([("good", params[0])] if names else params[:1])
     with pytest.raises(TypeError, match="of group 1: got" if not names else "'odd one': got"):
         optimizer.add_param_group({"params": [("odd one", params[1])] if names else params[1:]})
     assert len(optimizer.param_groups) == 1
 
 
-def test_torchs_own_errors(make) -> None:
+def test_torchs_own_errors(make_optimizer) -> None:
     for bad, error in (([], ValueError), (torch.zeros(3), TypeError), ([1.0], TypeError)):
         with pytest.raises(error):
-            make(bad)
+            make_optimizer(bad)
     p = parameter("cpu")
     with pytest.raises(ValueError, match="non-leaf"):
-        make([p * 2])
+        make_optimizer([p * 2])
     with pytest.raises(ValueError, match="more than one parameter group"):
-        make([{"params": [p]}, {"params": [p]}])
+        make_optimizer([{"params": [p]}, {"params": [p]}])
 
 
-def test_a_gradient_on_another_device(make) -> None:
+def test_a_gradient_on_another_device(make_optimizer) -> None:
     a, b = parameter("cpu"), parameter("cpu")
-    optimizer = make([("a", a), ("b", b)])
+    optimizer = make_optimizer([("a", a), ("b", b)])
     set_grad(a, 1.0)
     set_grad(b, 1.0)
     optimizer.step()
@@ -107,9 +102,26 @@ def test_a_gradient_on_another_device(make) -> None:
     assert same_bits(before, snapshot(optimizer))
 
 
-def test_the_native_ops_check_their_lists(backend, device) -> None:
-    if backend in ("reference", "triton"):
-        pytest.skip(f"{backend} is not the one that walks memory unchecked")
+@pytest.mark.parametrize("bad", (torch.zeros(4), torch.zeros(9)[::2], torch.zeros(5, device="meta")), ids=str)
+def test_a_state_that_does_not_fit(backend, device, bad) -> None:
+    """Set by hand: load_state_dict checks and moves."""
+    a, b = parameter(device), parameter(device)
+    optimizer = optim.AdamW([("a", a), ("b", b)])
+    set_grad(a, 1.0)
+    set_grad(b, 1.0)
+    optimizer.step()
+    before, kept = snapshot(optimizer), optimizer.state[b]["exp_avg_sq"]
+    optimizer.state[b]["exp_avg_sq"] = bad if bad.is_meta else bad.to(device)
+    with pytest.raises(ValueError, match=r"state 'exp_avg_sq' of parameter 'b': got shape \(.\,\), strides \(.,\) on"):
+        optimizer.step()
+    optimizer.state[b]["exp_avg_sq"] = kept
+    assert same_bits(before, snapshot(optimizer))
+
+
+def test_the_ops_check_their_lists(backend, device) -> None:
+    if backend == "reference":
+        pytest.skip("reference does not walk memory by itself")
+    errors = (RuntimeError, ValueError)
     x = [torch.ones(4, device=device)]
 
     def lion(params=x, grads=x, averages=x, masters=(), found_inf=None) -> None:
@@ -119,13 +131,13 @@ def test_the_native_ops_check_their_lists(backend, device) -> None:
 
     for bad in ([torch.ones(5, device=device)], [torch.ones(2, 2, device=device)], []):
         for name in ("grads", "averages"):
-            with pytest.raises(RuntimeError, match="grads|states"):
+            with pytest.raises(errors, match="grads|states"):
                 lion(**{name: bad})
     for bad in (torch.ones(2, device=device), torch.ones((), device=device, dtype=torch.float64)):
-        with pytest.raises(RuntimeError, match="found_inf: needs one fp32 number|found_inf"):
+        with pytest.raises(errors, match="found_inf: needs one fp32 number|found_inf"):
             lion(found_inf=bad)
-    with pytest.raises(RuntimeError, match="needs float16, bfloat16, float32 or float64"):
+    with pytest.raises(errors, match="needs float16, bfloat16, float32 or float64"):
         lion(grads=[torch.ones(4, dtype=torch.int32, device=device)])
-    with pytest.raises(RuntimeError, match="one stretch of memory"):
+    with pytest.raises(errors, match="one stretch of memory"):
         lion(params=[torch.ones(8, device=device)[::2]])
     assert torch.equal(x[0], torch.ones(4, device=device))

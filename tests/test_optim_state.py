@@ -13,13 +13,8 @@ from torch import Tensor
 
 import memkern
 from memkern.optim import SGD, Adam, AdamW
-from tests.optim_tools import OPTIMIZERS, parameter, same_bits, set_grad, snapshot
+from tests.optim_tools import parameter, same_bits, set_grad, snapshot
 from tests.test_optim_torch import PAIRS
-
-
-@pytest.fixture(params=OPTIMIZERS)
-def make(request: pytest.FixtureRequest):
-    return OPTIMIZERS[request.param]
 
 
 @pytest.fixture(params=PAIRS)
@@ -73,7 +68,7 @@ def test_checkpoints_go_both_ways(backend, device, pair, direction) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("masters", (None, torch.float32))
-def test_resume_is_bit_identical(backend, device, make, dtype, masters) -> None:
+def test_resume_is_bit_identical(backend, device, make_optimizer, dtype, masters) -> None:
     """Also with a scaler that overflowed on the way, and gradients on which the rest depends."""
 
     def run(steps: range, p: Tensor, optimizer, scaler) -> None:
@@ -88,7 +83,7 @@ def test_resume_is_bit_identical(backend, device, make, dtype, masters) -> None:
     def start(value: Tensor | None = None):
         p = torch.nn.Parameter((torch.linspace(-1, 1, 7) if value is None else value).to(device, dtype))
         scaler = memkern.amp.GradScaler(device, init_scale=64.0, growth_interval=2)
-        return p, make([p], max_grad_norm=1.0, master_weights=masters), scaler
+        return p, make_optimizer([p], max_grad_norm=1.0, master_weights=masters), scaler
 
     whole = start()
     run(range(8), *whole)
@@ -103,6 +98,7 @@ def test_resume_is_bit_identical(backend, device, make, dtype, masters) -> None:
     run(range(3, 8), *resumed)
     assert same_bits(snapshot(resumed[1]), snapshot(whole[1]))
     assert resumed[2].state_dict() == whole[2].state_dict()
+    assert int(resumed[1].skipped_steps) == int(whole[1].skipped_steps) == 2
     assert all(state.get("master", whole[0]).dtype in (torch.float32, dtype) for state in resumed[1].state.values())
 
 
@@ -195,9 +191,27 @@ def test_hooks_see_and_change_what_is_loaded(backend, device) -> None:
     assert seen == [1, 0]
 
 
-def test_copies_and_pickles(backend, device, make) -> None:
+def test_the_count_of_skipped_steps_is_kept(backend, device) -> None:
+    """In an entry that torch ignores, and that its checkpoints lack."""
+    p, q = parameter(device, n=7), parameter(device, n=7)
+    optimizer, torchs = AdamW([p], max_grad_norm=1.0), torch.optim.AdamW([q])
+    for value in (math.inf, 1.0, math.nan):
+        set_grad(p, value)
+        optimizer.step()
+    saved = through_a_file(optimizer.state_dict(), map_location="cpu")
+    fresh = AdamW([p])
+    fresh.load_state_dict(saved)
+    count = fresh.skipped_steps
+    assert int(count) == 2 and count.device == p.device and count.dtype == torch.int64
+    torchs.load_state_dict(saved)
+    assert set(torchs.state_dict()) == {"state", "param_groups"}
+    fresh.load_state_dict(torchs.state_dict())
+    assert int(count) == 0 and fresh.skipped_steps is count and int(optimizer.skipped_steps) == 2
+
+
+def test_copies_and_pickles(backend, device, make_optimizer) -> None:
     p = parameter(device, n=7)
-    optimizer = make([p], max_grad_norm=0.5, master_weights=torch.float32, write_unscaled_grads=True)
+    optimizer = make_optimizer([p], max_grad_norm=0.5, master_weights=torch.float32, write_unscaled_grads=True)
     train(p, optimizer, range(2))
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert (twin.max_grad_norm, twin.master_weights, twin.write_unscaled_grads) == (0.5, torch.float32, True)

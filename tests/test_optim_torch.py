@@ -222,6 +222,35 @@ def test_closure_hooks_and_schedulers(backend, device) -> None:
     assert torch.equal(p, torch.full_like(p, 1.0 - 1.0 - 0.5))
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+def test_autograd_sees_that_the_parameter_changed(backend, device, make_optimizer, dtype) -> None:
+    """By the version that PyTorch counts: a graph from before the step has no right gradient any more."""
+    p = parameter(device, dtype=dtype)
+    optimizer = make_optimizer([p], master_weights=torch.float32, write_unscaled_grads=True)
+    set_grad(p, 4.0)
+    optimizer.grad_scale = 2.0
+    loss, versions = p.square().sum(), (p._version, p.grad._version)
+    optimizer.step()
+    assert p._version > versions[0] and p.grad._version > versions[1]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_norm_sees_the_step(backend, device) -> None:
+    """memory_efficient looks at a weight again once it has changed: of one that the step made 0, y does not tell x."""
+    x = torch.randn(3, 8, device=device)
+    ours, torchs = memkern.nn.RMSNorm(8, device=device, memory_efficient=True), torch.nn.RMSNorm(8, device=device)
+    for norm, optimizer_type in ((ours, optim.SGD), (torchs, torch.optim.SGD)):
+        optimizer = optimizer_type(norm.parameters(), lr=1.0)
+        norm(x)
+        set_grad(norm.weight, 1.0)
+        optimizer.step()
+        assert torch.equal(norm.weight, torch.zeros_like(norm.weight))
+        optimizer.zero_grad()
+        norm(x).sum().backward()
+    torch.testing.assert_close(ours.weight.grad, torchs.weight.grad)
+
+
 @pytest.mark.parametrize(
     "layout", ("channels last", "contiguous gradient", "transposed", "gaps", "expanded gradient", "one column")
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import memkern
+from benchmarks.optim import gpt2_medium
 from memkern.optim import LAMB, SGD, AdamW, Lion
 from tests import emulator
 
@@ -92,26 +93,6 @@ def test_accesses_are_coalesced(params) -> None:
                 assert launch[direction]["bytes"] / launch[direction]["warp_accesses"] > (
                     500 if params is fp32 else 350
                 )
-
-
-def gpt2_medium(scale: int) -> list[int]:
-    """Elements of each of its 292 tensors, divided by ``scale``."""
-    width, layers = 1024, 24
-    block = [
-        width,
-        width,
-        3 * width**2,
-        3 * width,
-        width**2,
-        width,
-        width,
-        width,
-        4 * width**2,
-        4 * width,
-        4 * width**2,
-        width,
-    ]
-    return [max(1, n // scale) for n in (50257 * width, 1024 * width, *(block * layers), width, width)]
 
 
 def test_launches_for_gpt2_medium() -> None:

@@ -41,11 +41,13 @@ MK_HD double widen(double x) { return x; }
 MK_HD float widen(float x) { return x; }
 MK_HD float widen(BFloat16 x) { return float_of(uint32_t(x.bits) << 16); }
 MK_HD float widen(Half x) {
-  // Exponent and mantissa shifted into fp32 place, then rescaled by 2^(127-15): exact, subnormals too.
-  const uint32_t magnitude = uint32_t(x.bits & 0x7fffu) << 13;
-  const float scaled = float_of(magnitude) * 0x1p112f;
-  const uint32_t finite = bits_of(scaled), special = magnitude | 0x7f800000u;  // infinity, NaN
-  return float_of((uint32_t(x.bits & 0x8000u) << 16) | (magnitude >= 0x0f800000u ? special : finite));
+  // Normal: exponent and mantissa shifted into fp32 place, and the exponent rebiased. Subnormal: its bits count
+  // 2^-24; fp32 subnormals, which are slow, do not come up.
+  const uint32_t magnitude = x.bits & 0x7fffu, shifted = magnitude << 13;
+  const uint32_t normal = shifted + 0x38000000u, special = shifted | 0x7f800000u;  // infinity, NaN
+  const uint32_t subnormal = bits_of(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+  const uint32_t finite = magnitude < 0x400u ? subnormal : normal;
+  return float_of((uint32_t(x.bits & 0x8000u) << 16) | (magnitude >= 0x7c00u ? special : finite));
 }
 
 MK_HD void store(double* to, double x) { *to = x; }

@@ -18,6 +18,14 @@ namespace {
 
 constexpr int64_t kChunk = 16384;
 constexpr int64_t kBlock = 4096;
+template <class A>
+constexpr int64_t kLine = 64 / sizeof(A);  // elements that memory delivers at a time
+
+// Asks for the line that is needed 32 lines on: at each page's end the hardware's own looking ahead ends too.
+template <class A>
+inline void look_ahead(const A* x) {
+  __builtin_prefetch(x + 32 * kLine<A>);
+}
 
 struct Chunk {
   int64_t row, begin, end;
@@ -106,7 +114,7 @@ template <class Algorithm, class A>
 MEMKERN_CLONES void update_block(typename Algorithm::template Scalars<A> s, A unscale, A along, A* __restrict w,
                                  const A* __restrict g, A* __restrict a, A* __restrict b, A* __restrict c, int64_t n) {
   constexpr int states = Algorithm::kStates;
-  for (int64_t i = 0; i < n; ++i) {
+  const auto element = [&](int64_t i) {
     A weight = w[i], state[3];
     if constexpr (states > 0) state[0] = a[i];
     if constexpr (states > 1) state[1] = b[i];
@@ -116,7 +124,17 @@ MEMKERN_CLONES void update_block(typename Algorithm::template Scalars<A> s, A un
     if constexpr (states > 1) b[i] = state[1];
     if constexpr (states > 2) c[i] = state[2];
     w[i] = weight;
+  };
+  int64_t i = 0;
+  for (; i + kLine<A> <= n; i += kLine<A>) {
+    look_ahead(w + i);
+    look_ahead(g + i);
+    if constexpr (states > 0) look_ahead(a + i);
+    if constexpr (states > 1) look_ahead(b + i);
+    if constexpr (states > 2) look_ahead(c + i);
+    for (int64_t k = 0; k < kLine<A>; ++k) element(i + k);
   }
+  for (; i < n; ++i) element(i);
 }
 
 template <class A>
@@ -134,12 +152,13 @@ MEMKERN_CLONES void direction_block(Lamb::Scalars<A> s, A unscale, A along, cons
 template <class A>
 MEMKERN_CLONES void square_sum(const A* x, A factor, int64_t n, double& sum, double& infinite) {
   using Vector [[gnu::vector_size(64)]] = A;
-  constexpr int64_t lanes = 64 / sizeof(A);
+  constexpr int64_t lanes = kLine<A>;
   Vector sums[2] = {}, infinites[2] = {};
   int64_t i = 0;
   for (; i + 2 * lanes <= n; i += 2 * lanes)
     for (int k = 0; k < 2; ++k) {
       Vector value;
+      look_ahead(x + i + k * lanes);
       memcpy(&value, x + i + k * lanes, sizeof value);
       value *= factor;
       sums[k] += value * value;
@@ -169,7 +188,7 @@ Tensor check_and_norm(const Tensors& grads, const Maybe& grad_scale, double max_
     if (row.n > 0) rows.push_back(row);
   }
   const float* scale = scalar(grad_scale, "grad_scale");
-  const float unscale = scale ? float(1.0 / double(*scale)) : 1.0f;
+  const float unscale = inverse(scale);
   const std::vector<Chunk> chunks = chunks_of(rows);
   std::vector<double> sums(chunks.size()), infinites(chunks.size());
   for_chunks(chunks, [&](int64_t i) {
@@ -186,7 +205,7 @@ Tensor check_and_norm(const Tensors& grads, const Maybe& grad_scale, double max_
   });
   double sum = 0, infinite = 0;
   for (size_t i = 0; i < chunks.size(); ++i) sum += sums[i], infinite += infinites[i];
-  const bool found = infinite != 0 || !std::isfinite(unscale) || unscale == 0;
+  const bool found = infinite != 0 || !usable(unscale);
   Tensor result = torch::stable::new_empty(grads[0], {3}, ScalarType::Float);
   float* out = static_cast<float*>(result.mutable_data_ptr());
   out[0] = found ? 1.0f : 0.0f;

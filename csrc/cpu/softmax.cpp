@@ -14,6 +14,7 @@ constexpr int64_t kGrain = 16384;  // elements worth a thread of their own
 // ---- Rows as they lie in memory ---------------------------------------------
 
 constexpr int64_t kBlock = 32;  // rows of an inner dimension that are copied together: a cache line of 16-bit values
+constexpr int64_t kAhead = 16;   // how many cache lines before they are needed memory is asked for them
 
 // Elements i * inner + c, of `columns` rows c, which begin pitch() apart once they are copied together.
 struct Strip {
@@ -25,8 +26,10 @@ struct Strip {
   const T* gathered(const T* from, std::vector<T>& buffer) const {
     if (inner == 1) return from;
     T* to = room<T>(nullptr, buffer);
-    for (int64_t i = 0; i < n; ++i)
+    for (int64_t i = 0; i < n; ++i) {
+      __builtin_prefetch(from + (i + kAhead) * inner);
       for (int64_t c = 0; c < columns; ++c) to[c * pitch() + i] = from[i * inner + c];
+    }
     return to;
   }
   // Where rows are written that scatter() is to bring to `to`.
@@ -39,8 +42,10 @@ struct Strip {
   template <class T>
   void scatter(const T* from, T* to) const {
     if (inner == 1 || !to) return;
-    for (int64_t i = 0; i < n; ++i)
+    for (int64_t i = 0; i < n; ++i) {
+      __builtin_prefetch(to + (i + kAhead) * inner, 1);
       for (int64_t c = 0; c < columns; ++c) to[i * inner + c] = from[c * pitch() + i];
+    }
   }
 };
 

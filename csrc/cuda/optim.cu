@@ -43,8 +43,6 @@ struct CheckShared {
   double* sums;  // of each chunk; NaN where a value was not finite
 };
 
-__device__ float inverse(const float* scale) { return scale ? float(1.0 / double(*scale)) : 1.0f; }
-
 template <class T>
 __device__ double square_sum(const Gradient& grad, unsigned chunk, float unscale) {
   acc_t<T> sums[kWidest<T>] = {};
@@ -85,7 +83,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   sum = block_sum(sum);
   if (threadIdx.x != 0) return;
   const float unscale = inverse(grad_scale), norm = static_cast<float>(sqrt(sum));
-  const bool found = sum != sum || unscale - unscale != 0 || unscale == 0;
+  const bool found = sum != sum || !usable(unscale);
   store<float, 1>(out, {found ? 1.0f : 0.0f});
   store<float, 1>(out + 1, {norm});
   store<float, 1>(out + 2, {clip_factor(max_norm, norm)});
@@ -163,14 +161,7 @@ void advance(const Tensors& steps, const Maybe& skipped, const Maybe& found_inf)
 constexpr int kStepWidth = 4;
 using StepCut = Cut<kStepWidth, 2048>;
 
-// A parameter's tensors, as in Row.
-struct Item {
-  void* data[kLists];
-  const float* step;
-  int64_t n;
-  Type type[kLists];
-  int8_t head;
-
+struct Item : Row {
   __host__ __device__ StepCut cut() const { return {n, head}; }
   unsigned chunks() const { return cut().chunks(); }
 };
@@ -348,17 +339,12 @@ std::vector<Item> items_of(const std::vector<Row>& rows, bool in_double) {
   for (const Row& row : rows) {
     const auto is_double = [](Type type) { return type == kDouble; };
     if (std::any_of(std::begin(row.type), std::end(row.type), is_double) != in_double) continue;
-    Item item{};
-    std::copy(std::begin(row.data), std::end(row.data), item.data);
-    std::copy(std::begin(row.type), std::end(row.type), item.type);
-    item.step = row.step;
-    item.n = row.n;
     const auto head = [&](int list) { return head_of(row.data[list], row.type[list] == kFloat ? 4 : 2, kStepWidth); };
     int common = in_double ? -1 : head(kWeight);
     for (int list = 0; list < kLists; ++list)
       if (row.data[list] && head(list) != common) common = -1;
-    item.head = static_cast<int8_t>(std::min<int64_t>(common, row.n));
-    items.push_back(item);
+    items.push_back({row});
+    items.back().head = static_cast<int8_t>(std::min<int64_t>(common, row.n));
   }
   return items;
 }

@@ -36,10 +36,11 @@ std::tuple<Tensor, Tensor> softmax_forward(const Tensor& input, const MaybeTenso
 }
 
 // dx may be dy.
-void backward_into(Tensor& dx, const Tensor& dy, const Tensor& y, int64_t dim, double scale, bool causal, bool log,
+void backward_into(Tensor& dx, const Tensor& dy, const Tensor& result, int64_t dim, double scale, bool causal, bool log,
                    double dropout, const MaybeTensor& seed) {
+  const OnDeviceOf device(result);
   check_log(log, std::nullopt, causal, dropout);
-  const OnDeviceOf device(y);
+  const Tensor y = torch::stable::contiguous(result);
   for_dtypes(dx.scalar_type(), y.scalar_type(), [&](auto type, auto y_type) {
     using T = decltype(type);
     using O = decltype(y_type);
@@ -60,7 +61,7 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& y, int64_t dim, double s
   check_like_y(y, dy);
   check_softmax_dtypes(dtype, y.scalar_type());
   Tensor dx = fresh(y, y.sizes(), dtype);
-  backward_into(dx, torch::stable::contiguous(dy), torch::stable::contiguous(y), dim, scale, causal, log, dropout, seed);
+  backward_into(dx, torch::stable::contiguous(dy), y, dim, scale, causal, log, dropout, seed);
   return dx;
 }
 
@@ -68,7 +69,7 @@ void softmax_backward_(Tensor dy, const Tensor& y, int64_t dim, double scale, bo
                        const MaybeTensor& seed) {
   check_like_y(y, dy);
   STD_TORCH_CHECK(dy.is_contiguous(), "dy: needs to be contiguous, to be written over");
-  backward_into(dy, dy, torch::stable::contiguous(y), dim, scale, causal, log, dropout, seed);
+  backward_into(dy, dy, y, dim, scale, causal, log, dropout, seed);
 }
 
 }  // namespace

@@ -134,13 +134,13 @@ __device__ __forceinline__ void fill(A (&values)[V], A value) {
 // Calls body with the row of the mask that starts there, of the type it has.
 template <bool Additive, class Body>
 __device__ __forceinline__ void with_mask(const MaskRows& mask, int64_t at, Body body) {
-  const auto start = [&](auto type) { return static_cast<const decltype(type)*>(mask.data) + at; };
+  const auto row = [&](auto type) { return static_cast<const decltype(type)*>(mask.data) + at; };
   if constexpr (Additive) {
-    if (mask.type == MaskType::half) body(start(__half{}));
-    else if (mask.type == MaskType::bfloat16) body(start(__nv_bfloat16{}));
-    else body(start(float{}));
+    if (mask.type == MaskType::half) body(row(__half{}));
+    else if (mask.type == MaskType::bfloat16) body(row(__nv_bfloat16{}));
+    else body(row(float{}));
   } else if (mask.type == MaskType::boolean) {
-    body(start(uint8_t{}));
+    body(row(uint8_t{}));
   }
 }
 
@@ -181,16 +181,29 @@ __device__ __forceinline__ void load_row(const Forward<T, O>& a, int64_t row, in
   });
 }
 
-// What is compared for the largest z; and z less the largest, where `top` is what was found.
 template <bool Additive, class A>
-__device__ __forceinline__ A rank(A x, const Scale<A>& scale, A added) {
-  return Additive ? logit(x, scale.positive, added) : x;
+__device__ __forceinline__ A z_of(A x, A scale, A added) {
+  return logit(x, scale, Additive ? added : A(0));
 }
+// z less the largest, where `top` is what was found.
 template <bool Additive, class A>
-__device__ __forceinline__ A below(A x, const Scale<A>& scale, A top, A added) {
+__device__ __forceinline__ A below(A x, A scale, A added, A top) {
   const A shift = shift_of(top);
-  return Additive ? shifted(x, scale.positive, shift, added) : distance(x, scale.positive, shift);
+  return Additive ? shifted(x, scale, shift, added) : shifted(x, scale, shift);
 }
+
+// The largest z of part of a row, and the sum of its exp(z - shift_of(max)).
+template <class A>
+struct MaxSum {
+  A max = -A(INFINITY), sum = 0;
+
+  // To a max that is no lower. A part that is all -inf keeps the sum 0.
+  template <class Storage>
+  __device__ __forceinline__ void raise(A to) {
+    sum *= exponential<Storage>(max - shift_of(to));
+    max = to;
+  }
+};
 
 // What becomes of a row's e, or of its z - m for log-softmax.
 template <class A>

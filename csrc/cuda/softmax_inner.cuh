@@ -101,14 +101,14 @@ __global__ void __launch_bounds__(kInnerThreads) forward_inner(const Forward<T, 
 #pragma unroll
   for (int p = 0; p < P; ++p)
 #pragma unroll
-    for (int v = 0; v < V; ++v) top[v] = larger(top[v], x[p][v]);
+    for (int v = 0; v < V; ++v) top[v] = larger(top[v], z_of<false>(x[p][v], scale, A(0)));
   reduction.max(top);
   fill(sum, A(0));
 #pragma unroll
   for (int p = 0; p < P; ++p)
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      const A z = distance(x[p][v], scale, shift_of(top[v])), e = exponential<O>(z);
+      const A z = below<false>(x[p][v], scale, A(0), top[v]), e = exponential<O>(z);
       sum[v] += e;
       x[p][v] = a.log ? z : e;
     }
@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(kInnerThreads) forward_inner_looped(const Forw
     load_signed(a.x + mine.start + j * mine.step, a.scale.sign, x);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      parts[v].template raise<O>(larger(parts[v].max, x[v]), scale);
-      parts[v].sum += exponential<O>(distance(x[v], scale, shift_of(parts[v].max)));
+      parts[v].template raise<O>(larger(parts[v].max, z_of<false>(x[v], scale, A(0))));
+      parts[v].sum += exponential<O>(below<false>(x[v], scale, A(0), parts[v].max));
     }
   }
   A top[V], sum[V];
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kInnerThreads) forward_inner_looped(const Forw
   reduction.max(top);
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    parts[v].template raise<O>(top[v], scale);
+    parts[v].template raise<O>(top[v]);
     sum[v] = parts[v].sum;
   }
   reduction.sum(sum);
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kInnerThreads) forward_inner_looped(const Forw
     load_signed(a.x + mine.start + j * mine.step, a.scale.sign, x);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      const A z = distance(x[v], scale, shift_of(top[v]));
+      const A z = below<false>(x[v], scale, A(0), top[v]);
       x[v] = Finish<A>(a.log, a.zero_masked, sum[v])(a.log ? z : exponential<O>(z));
     }
     store_results(a, seed, mine.start + j * mine.step, x);

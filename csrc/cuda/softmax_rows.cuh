@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(P * V == 8 ? kRowBlock : kMaxRowThreads)
   const bool has_row = row < a.shape.outer;
   const int seen = has_row ? int(a.shape.live(row)) : 0, live = seen - mine.first;
   const uint64_t seed = a.dropout.read_seed();
+  const A scale = a.scale.positive;
   A x[P][V], added[P][V];
   load_row<Additive>(a, row, a.mask.start(row), mine.first, [&](int p) { return mine.at(p); }, live, x, added);
 
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(P * V == 8 ? kRowBlock : kMaxRowThreads)
 #pragma unroll
   for (int p = 0; p < P; ++p)
 #pragma unroll
-    for (int i = 0; i < V; ++i) top[0] = larger(top[0], rank<Additive>(x[p][i], a.scale, added[p][i]));
+    for (int i = 0; i < V; ++i) top[0] = larger(top[0], z_of<Additive>(x[p][i], scale, added[p][i]));
   row_sum.max(top);
   A sum[1] = {0};
 #pragma unroll
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(P * V == 8 ? kRowBlock : kMaxRowThreads)
     A of_pack = 0;
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      const A z = below<Additive>(x[p][i], a.scale, top[0], added[p][i]), e = exponential<O>(z);
+      const A z = below<Additive>(x[p][i], scale, added[p][i], top[0]), e = exponential<O>(z);
       of_pack += e;
       x[p][i] = a.log ? z : e;
     }
@@ -76,27 +77,27 @@ __global__ void __launch_bounds__(kMaxRowThreads) forward_rows_looped(const Forw
   const int64_t row = blockIdx.x, live = a.shape.live(row), step = int64_t(threads) * V;
   const int64_t mask_start = a.mask.start(row);
   const uint64_t seed = a.dropout.read_seed();
+  const A scale = a.scale.positive;
   A x[1][V], added[1][V];
   const auto load_at = [&](int64_t c) {
     load_row<Additive>(a, row, mask_start, c, [](int) { return 0; }, live - c, x, added);
   };
 
-  const A unit = Additive ? A(1) : a.scale.positive;
   MaxSum<A> mine;
   for (int64_t c = threadIdx.x * V; c < live; c += step) {
     load_at(c);
     A top = mine.max;
 #pragma unroll
-    for (int i = 0; i < V; ++i) top = larger(top, rank<Additive>(x[0][i], a.scale, added[0][i]));
-    mine.template raise<O>(top, unit);
+    for (int i = 0; i < V; ++i) top = larger(top, z_of<Additive>(x[0][i], scale, added[0][i]));
+    mine.template raise<O>(top);
     A of_pack = 0;
 #pragma unroll
-    for (int i = 0; i < V; ++i) of_pack += exponential<O>(below<Additive>(x[0][i], a.scale, top, added[0][i]));
+    for (int i = 0; i < V; ++i) of_pack += exponential<O>(below<Additive>(x[0][i], scale, added[0][i], top));
     mine.sum += of_pack;
   }
   A top[1] = {mine.max};
   row_sum.max(top);
-  mine.template raise<O>(top[0], unit);
+  mine.template raise<O>(top[0]);
   A sum[1] = {mine.sum};
   row_sum(sum);
 
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kMaxRowThreads) forward_rows_looped(const Forw
     load_at(c);
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      const A z = below<Additive>(x[0][i], a.scale, top[0], added[0][i]);
+      const A z = below<Additive>(x[0][i], scale, added[0][i], top[0]);
       x[0][i] = a.log ? z : exponential<O>(z);
     }
     finish_columns(a, finish, live - c, live > 0, x[0]);

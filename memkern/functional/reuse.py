@@ -39,11 +39,11 @@ class _Probe(Function):
 
 
 @functools.cache
-def alone() -> frozenset[tuple[int, ...]]:
-    """What `holders` says, in this Python and PyTorch, of a gradient that nothing but the backward pass holds."""
+def alone(device: torch.device) -> frozenset[tuple[int, ...]]:
+    """What `holders` says of a gradient there that nothing but the backward pass holds, in this Python and PyTorch."""
     found: set[tuple[int, ...]] = set()
     with torch.inference_mode(False), torch.enable_grad():
         for view in (False, True):
-            y, _ = _Probe.apply(torch.ones(2, requires_grad=True), found)
+            y, _ = _Probe.apply(torch.ones(2, device=device, requires_grad=True), found)
             ((y.view(2, 1) if view else y) * 2).sum().backward()
     return frozenset(found)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from memkern import backends
 from memkern.functional.common import AUTOCAST, floating, one_of, torch_dtype
@@ -100,7 +101,8 @@ def scaled_masked_softmax(
         dtype, autocast: as for :func:`softmax`.
         inplace_backward: write the input's gradient over the incoming one, if that is contiguous and of the input's
             dtype (else it is written to memory of its own). For a model in which nothing else uses that gradient;
-            where something does, backward raises RuntimeError. Has no effect under torch.compile and torch.func.
+            where something does, backward raises RuntimeError. Has no effect under torch.compile and torch.func and on
+            tensor subclasses.
 
     Returns:
         A contiguous tensor of the input's shape.
@@ -125,10 +127,10 @@ def scaled_masked_softmax(
         )
     if mask is not None:
         mask = _expanded(mask, x)
-    eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
-    overwrite = inplace_backward and eager and torch.is_grad_enabled()
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    overwrite = inplace_backward and not traced and type(x) in (Tensor, Parameter) and torch.is_grad_enabled()
     if overwrite:
-        alone()  # measures, which is not for the middle of a backward pass
+        alone(x.device)  # measures, which is not for the middle of a backward pass
     seed = torch.randint(2**63 - 1, (), device=x.device) if dropout > 0 else None
     zero_masked, backend = fully_masked == "zero", backends.choose(x)
     plan = Plan(-1, float(scale), causal is not None, False, zero_masked, float(dropout), out, overwrite, backend)

@@ -98,7 +98,7 @@ class _Softmax(Function):
                 dmask = found if dmask is None else dmask + found
             dmask = None if dmask is None else dmask.to(ctx.mask_dtype)
         if held is not None:
-            if held not in alone():
+            if held not in alone(y.device):
                 raise RuntimeError(HELD)
             return plan.backward_over(steps[0][0], y, seed), dmask, None, None
         if ctx.needs_input_grad[0]:

@@ -59,13 +59,7 @@ class Adam(FusedOptimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(
-            params,
-            defaults,
-            max_grad_norm=max_grad_norm,
-            master_weights=master_weights,
-            write_unscaled_grads=write_unscaled_grads,
-        )
+        super().__init__(params, defaults, max_grad_norm, master_weights, write_unscaled_grads)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_lr(group)
@@ -86,8 +80,7 @@ class Adam(FusedOptimizer):
             batch.masters,
             batch.steps,
             *on_device,
-            float(group["betas"][0]),
-            float(group["betas"][1]),
+            *map(float, group["betas"]),
             float(group["eps"]),
             float(group["weight_decay"]),
             group["decoupled_weight_decay"],

@@ -33,6 +33,7 @@ class Batch:
     states: list[list[Tensor]] = field(default_factory=list)  # a list for each name of state_names
     masters: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
+    written: list[Tensor] = field(default_factory=list)  # of what autograd may have saved: as the user has them
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -49,18 +50,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             optimizers do. By default they stay as backward left them.
 
     Attributes:
-        skipped_steps: int64 scalar on the first parameter's device: how many steps found_inf made a skip.
+        skipped_steps: int64 scalar on the first parameter's device: how many steps found_inf made a skip, those
+            before a checkpoint included. In ``state_dict()`` beside torch's two entries, where torch ignores it.
         grad_norm: fp32 scalar: the norm of the last step's unscaled gradients before clipping; None
             before a step that had ``max_grad_norm`` or a loss scale to divide by.
     """
 
     _step_supports_amp_scaling = True
+    _skips: Any = None  # of memkern.amp.step_scheduler
 
     def __init__(
         self,
         params: Any,
         defaults: dict[str, Any],
-        *,
         max_grad_norm: float | None,
         master_weights: torch.dtype | None,
         write_unscaled_grads: bool,
@@ -79,6 +81,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         first = next((p for group in self.param_groups for p in group["params"]), None)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=None if first is None else first.device)
+        self._skipped_before = 0  # what a loaded schedule has been through already
 
     # ---- For each optimizer to say
 
@@ -201,6 +204,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             lr_tensor, lr = (group["lr"], 0.0) if isinstance(group["lr"], Tensor) else (None, float(group["lr"]))
             scalars = (on(batch.device, value) for value in (lr_tensor, grad_scale, clip, found_inf))
             self._update(group, batch, (*scalars, lr))
+            torch.autograd.graph.increment_version(batch.written)  # which the ops, without autograd, leave to us
         for target, copy in copies:
             target.copy_(copy)
 
@@ -223,11 +227,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             if key not in batches:
                 batches[key] = group, Batch(choices[kind], param.device, states=[[] for _ in self._state_names(group)])
             batch = batches[key][1]
+            batch.written += [p, p.grad] if self.write_unscaled_grads else [p]
             if not is_dense(param):
                 dense = torch.empty_like(param).copy_(param)
                 copies.append((param, dense))
                 param = dense
-            if not same_order(grad, param):
+            if not ops.same_order(grad, param):
                 ordered = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
                 if self.write_unscaled_grads:
                     copies.append((grad, ordered))
@@ -235,12 +240,24 @@ class FusedOptimizer(torch.optim.Optimizer):
             batch.params.append(param)
             batch.grads.append(grad)
             for tensors, name in zip(batch.states, self._state_names(group), strict=True):
-                tensors.append(local(state[name]))
+                tensors.append(self._beside(p, param, name))
             if "master" in state:
-                batch.masters.append(local(state["master"]))
+                batch.masters.append(self._beside(p, param, "master"))
             if self._counts_steps(group):
                 batch.steps.append(state["step"])
         return list(batches.values()), copies
+
+    def _beside(self, p: Tensor, param: Tensor, key: str) -> Tensor:
+        """That state of ``p``, which must lie in memory as ``param`` does."""
+        state = local(self.state[p][key])
+        if state.shape != param.shape or state.device != param.device or not ops.same_order(state, param):
+            groups = enumerate(self.param_groups)
+            name = next(name_of(g, number, i) for number, g in groups for i, q in enumerate(g["params"]) if q is p)
+            raise ValueError(
+                f"state {key!r} of {name}: got shape {tuple(state.shape)}, strides {state.stride()} on {state.device}, "
+                f"needs {tuple(param.shape)}, {param.stride()} on {param.device}"
+            )
+        return state
 
     def _advance(self, batches: list[Batch], found_inf: Tensor | None) -> None:
         """Count the step, for every parameter in it, or the skip."""
@@ -266,27 +283,33 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # old checkpoints lack some
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
+        if "skipped_steps" in state:  # a copy, not load_state_dict
+            self._count_skips_from_here()
+
+    def _count_skips_from_here(self) -> None:
+        self._skipped_before, self._skips = int(self.skipped_steps), None
+
+    @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """See ``torch.optim.Optimizer``."""
+        return {**super().state_dict(), "skipped_steps": self.skipped_steps}
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer or of torch's of the same name. States keep the dtype they were saved in.
 
+        ``skipped_steps`` becomes what the checkpoint has, 0 with torch's.
+
         Raises:
             ValueError: a state's shape is not its parameter's, or torch's own reasons. Nothing is loaded then.
         """
         load_state_dict(self, super().load_state_dict, state_dict)
+        self._count_skips_from_here()
 
 
 def is_dense(x: Tensor) -> bool:
     """Whether the elements fill one stretch of memory, in whatever order of dimensions."""
     return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)
-
-
-def same_order(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one shape put their elements in the same order in memory."""
-    return x.stride() == y.stride() or all(
-        size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), y.stride(), strict=True)
-    )
 
 
 def _scalar(value: Tensor | float | None) -> Tensor | None:

@@ -44,13 +44,8 @@ class Lion(FusedOptimizer):
         master_weights: torch.dtype | None = None,
         write_unscaled_grads: bool = False,
     ) -> None:
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize},
-            max_grad_norm=max_grad_norm,
-            master_weights=master_weights,
-            write_unscaled_grads=write_unscaled_grads,
-        )
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, max_grad_norm, master_weights, write_unscaled_grads)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_lr(group)
@@ -70,8 +65,7 @@ class Lion(FusedOptimizer):
             batch.states[0],
             batch.masters,
             *on_device,
-            float(group["betas"][0]),
-            float(group["betas"][1]),
+            *map(float, group["betas"]),
             float(group["weight_decay"]),
             group["maximize"],
             self.write_unscaled_grads,

@@ -58,13 +58,7 @@ class SGD(FusedOptimizer):
             "differentiable": differentiable,
             "fused": fused,
         }
-        super().__init__(
-            params,
-            defaults,
-            max_grad_norm=max_grad_norm,
-            master_weights=master_weights,
-            write_unscaled_grads=write_unscaled_grads,
-        )
+        super().__init__(params, defaults, max_grad_norm, master_weights, write_unscaled_grads)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_lr(group)

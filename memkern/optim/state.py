@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from memkern.optim.common import FusedOptimizer
 
 
 def name_of(group: dict[str, Any], number: int, i: int) -> str:
@@ -17,7 +20,7 @@ def name_of(group: dict[str, Any], number: int, i: int) -> str:
 
 
 def load_state_dict(
-    optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
+    optimizer: FusedOptimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
 ) -> None:
     """Call ``load`` (torch's own method) so that states keep their dtype and lie in memory as the parameter does."""
     saved: dict[str, Any] = {}
@@ -61,7 +64,8 @@ def _check_shapes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
                 raise ValueError(f"state {key!r} of {name}: got shape {tuple(value.shape)}, needs {tuple(needed)}")
 
 
-def _restore(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def _restore(optimizer: FusedOptimizer, saved: dict[str, Any]) -> None:
+    optimizer.skipped_steps.copy_(torch.as_tensor(saved.get("skipped_steps", 0)))
     for _, p, state in _entries(optimizer, saved):
         own = optimizer.state[p] = {}
         for key, value in state.items():

@@ -7,13 +7,14 @@ and no methods on scalar arguments, take sizes at run time, and round to bf16 by
 from __future__ import annotations
 
 import torch
-from torch.library import triton_op
+from torch.library import custom_op, triton_op
 
 from memkern import ops
 from memkern.backends import interpreting
 from memkern.triton import cross_entropy, gelu, norm, optim, softmax
 
 FAMILIES = (cross_entropy, gelu, norm, optim, softmax)
+UNTRACEABLE = (optim,)  # it reads addresses, which a tensor has none of while PyTorch traces it
 
 
 def register() -> None:
@@ -22,8 +23,12 @@ def register() -> None:
         for name, function in family.IMPLEMENTATIONS.items():
             if interpreting():  # kernels PyTorch cannot trace into
                 ops.define("triton").impl(name, function, "CompositeExplicitAutograd")
+                continue
+            schema = ops.SCHEMAS[name]
+            if family in UNTRACEABLE:
+                op = custom_op(f"memkern_triton::{name}", function, mutates_args=_mutated(schema), schema=schema)
+                op.register_fake(ops.FAKES[name])
             else:
-                schema = ops.SCHEMAS[name]
                 triton_op(f"memkern_triton::{name}", function, mutates_args=_mutated(schema), schema=schema)
 
 

@@ -55,6 +55,8 @@ def exp_parts(z, r):
 
 def is_dense(x: Tensor) -> bool:
     """Whether the elements of ``x`` fill one stretch of memory, in whatever order of dimensions."""
+    if x.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
         if stride != expected:
@@ -74,8 +76,12 @@ def in_order_of(x: Tensor, y: Tensor, name: str) -> Tensor:
     return y if y.stride() == x.stride() else torch.empty_like(x).copy_(y)
 
 
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager:
+    """Makes the device of ``x`` current, where it is not the CPU."""
+    return contextlib.nullcontext() if x.device.type == "cpu" else torch.get_device_module(x.device).device(x.device)
+
+
 def launch(kernel, grid: tuple[int, ...], x: Tensor, *arguments, **meta) -> None:
     """Start ``kernel`` on the device of ``x``."""
-    device = torch.get_device_module(x.device).device(x.device) if x.device.type != "cpu" else contextlib.nullcontext()
-    with device:
+    with on_device_of(x):
         wrap_triton(kernel)[grid](*arguments, **meta)

@@ -1,249 +1,317 @@
-"""The optimizer steps in Triton, a launch a tensor. PyTorch puts their single numbers together, on the device."""
+"""The optimizer ops in Triton: a launch for all tensors of one combination of dtypes, at one alignment."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from memkern.reference.common import wide
-from memkern.reference.optim import advance
-from memkern.triton.common import dense, launch, rounded, widened
+from memkern.ops import same_order
+from memkern.triton.common import dense, is_dense, rounded, widened
+from memkern.triton.multi_tensor import (
+    BLOCK,
+    END,
+    LISTS,
+    TYPES,
+    aligned,
+    bits,
+    given,
+    launch,
+    number,
+    on_device,
+    pointer,
+    row_of,
+    size_of,
+    table_of,
+    this_chunk,
+)
+from memkern.triton.optim_formulas import ADAM, AMSGRAD, LAMB, LION, MOMENTUM, SGD, lamb_direction, lamb_scalars
 
-BLOCK = 1024
-CHUNK = tl.constexpr(8 * BLOCK)
+# Places in the table: among what is shared, and in a row.
+LR_TENSOR, GRAD_SCALE, CLIP, FOUND_INF, LR, SIGN, NUMBERS = (tl.constexpr(i) for i in range(1, 8))
+STEP, RATIO, WEIGHT, GRAD, COPY, STATE = (tl.constexpr(LISTS.value + i) for i in range(6))
 
-# Places in the tensor of numbers that all tensors of a call share.
-UNSCALE, ALONG, LR, SKIP = (tl.constexpr(i) for i in range(4))
+
+# ---- Kernels
 
 
 @triton.jit
-def square_sum_kernel(x_ptr, sums_ptr, first, shared_ptr, n, BLOCK: tl.constexpr):
-    unscale = tl.load(shared_ptr + UNSCALE)
-    start = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, BLOCK)
+def _load(pointer, i, inside, dtype: tl.constexpr):
+    return tl.zeros(i.shape, tl.float32) if dtype is None else widened(tl.load(pointer + i, mask=inside, other=0.0))
+
+
+@triton.jit
+def _store(pointer, i, inside, value, dtype: tl.constexpr):
+    if dtype is not None:
+        tl.store(pointer + i, rounded(value, dtype), mask=inside)
+
+
+@triton.jit
+def _unscale(table):
+    return (1.0 / given(table + GRAD_SCALE, 1.0)).to(tl.float32)
+
+
+@triton.jit
+def _begin(table, SCALARS: tl.constexpr):
+    """This program's row and elements, of which a skipped step has none, and the numbers for them."""
+    row, first, last = this_chunk(table)
+    last = tl.where(given(table + FOUND_INF, 0.0) == 0.0, last, first)
+    lr = given(table + LR_TENSOR, number(table + LR)) * given(row + RATIO, 1.0)
+    scalars = [x.to(tl.float32) for x in SCALARS(table + NUMBERS, lr, given(row + STEP, 0.0))]
+    along = (given(table + CLIP, 1.0) * number(table + SIGN)).to(tl.float32)
+    return row, first, last, scalars, _unscale(table), along
+
+
+@triton.jit
+def step_kernel(
+    table, SCALARS: tl.constexpr, UPDATE: tl.constexpr, DTYPES: tl.constexpr, WRITE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """DTYPES: of weight, gradient, copy and three states; None for what there is not."""
+    row, first, last, scalars, unscale, along = _begin(table, SCALARS)
+    size = size_of(row, ALIGNED)
+    w_ptr, g_ptr = pointer(row + WEIGHT, DTYPES[0], ALIGNED), pointer(row + GRAD, DTYPES[1], ALIGNED)
+    copy_ptr, a_ptr = pointer(row + COPY, DTYPES[2], ALIGNED), pointer(row + STATE, DTYPES[3], ALIGNED)
+    b_ptr, c_ptr = pointer(row + STATE + 1, DTYPES[4], ALIGNED), pointer(row + STATE + 2, DTYPES[5], ALIGNED)
+    for block in range(first, last, BLOCK):
+        i = block + tl.arange(0, BLOCK).to(tl.int64)
+        inside = i < size
+        w, g = _load(w_ptr, i, inside, DTYPES[0]), _load(g_ptr, i, inside, DTYPES[1]) * unscale
+        a, b = _load(a_ptr, i, inside, DTYPES[3]), _load(b_ptr, i, inside, DTYPES[4])
+        c = _load(c_ptr, i, inside, DTYPES[5])
+        w, a, b, c = UPDATE(scalars, w, g * along, a, b, c)
+        _store(w_ptr, i, inside, w, DTYPES[0])
+        _store(copy_ptr, i, inside, w, DTYPES[2])
+        _store(a_ptr, i, inside, a, DTYPES[3])
+        _store(b_ptr, i, inside, b, DTYPES[4])
+        _store(c_ptr, i, inside, c, DTYPES[5])
+        if WRITE:
+            _store(g_ptr, i, inside, g, DTYPES[1])
+
+
+@triton.jit
+def lamb_norm_kernel(table, sums, DTYPES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """The squares of weight and direction, summed over each chunk."""
+    row, first, last, scalars, unscale, along = _begin(table, lamb_scalars)
+    size = size_of(row, ALIGNED)
+    w_ptr, g_ptr = pointer(row + WEIGHT, DTYPES[0], ALIGNED), pointer(row + GRAD, DTYPES[1], ALIGNED)
+    m_ptr, v_ptr = pointer(row + STATE, DTYPES[3], ALIGNED), pointer(row + STATE + 1, DTYPES[4], ALIGNED)
+    weights, directions = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for block in range(first, last, BLOCK):
+        i = block + tl.arange(0, BLOCK).to(tl.int64)
+        inside = i < size
+        w, g = _load(w_ptr, i, inside, DTYPES[0]), _load(g_ptr, i, inside, DTYPES[1]) * unscale * along
+        m, v = _load(m_ptr, i, inside, DTYPES[3]), _load(v_ptr, i, inside, DTYPES[4])
+        u, _, _ = lamb_direction(scalars, w, g, m, v)
+        weights += w * w
+        directions += tl.where(inside, u * u, 0.0)
+    tl.store(sums + 2 * tl.program_id(0), tl.sum(weights.to(tl.float64), 0))
+    tl.store(sums + 2 * tl.program_id(0) + 1, tl.sum(directions.to(tl.float64), 0))
+
+
+@triton.jit
+def _sum_of(sums, first, last, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    total = tl.zeros((BLOCK,), tl.float64)
+    for block in range(first, last, BLOCK):
+        i = block + tl.arange(0, BLOCK).to(tl.int64)
+        total += tl.load(sums + STRIDE * i, mask=i < last, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def lamb_ratio_kernel(table, sums, ratios, BLOCK: tl.constexpr):
+    """A program a row."""
+    row, first = row_of(table, tl.program_id(0).to(tl.int64))
+    last = tl.load(row + END)
+    weight, direction = _sum_of(sums, first, last, 2, BLOCK), _sum_of(sums + 1, first, last, 2, BLOCK)
+    usable = (weight > 0) & (direction > 0)
+    ratio = tl.sqrt(tl.where(usable, weight, 1.0) / tl.where(usable, direction, 1.0))
+    tl.store(ratios + tl.program_id(0), ratio.to(tl.float32))
+
+
+@triton.jit
+def square_sum_kernel(table, sums, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    row, first, last = this_chunk(table)
+    size, unscale, g_ptr = size_of(row, ALIGNED), _unscale(table), pointer(row + LISTS, DTYPE, ALIGNED)
     total = tl.zeros((BLOCK,), tl.float32)
-    for block in range(0, CHUNK, BLOCK):
-        i = start + block
-        x = widened(tl.load(x_ptr + i, mask=i < n, other=0.0)) * unscale
+    for block in range(first, last, BLOCK):
+        i = block + tl.arange(0, BLOCK).to(tl.int64)
+        g = _load(g_ptr, i, i < size, DTYPE) * unscale
         # NaN, which a sum of squares otherwise never is, says that a value is not finite.
-        total += tl.where(tl.abs(x) < float("inf"), x * x, float("nan"))
-    tl.store(sums_ptr + first + tl.program_id(0), tl.sum(total, 0))
+        total += tl.where(tl.abs(g) < float("inf"), g * g, float("nan"))
+    tl.store(sums + tl.program_id(0), tl.sum(total.to(tl.float64), 0))
 
 
 @triton.jit
-def _gradient(g_ptr, i, inside, shared_ptr, WRITE: tl.constexpr):
-    """The gradient to descend along; unscaled, it is written back where asked."""
-    g = widened(tl.load(g_ptr + i, mask=inside, other=0.0)) * tl.load(shared_ptr + UNSCALE)
-    if WRITE:
-        tl.store(g_ptr + i, rounded(g, g_ptr.dtype.element_ty), mask=inside)
-    return g * tl.load(shared_ptr + ALONG)
+def finish_check_kernel(table, sums, count, result, BLOCK: tl.constexpr):
+    square, unscale = _sum_of(sums, 0, count, 1, BLOCK), _unscale(table)
+    norm = tl.sqrt(square).to(tl.float32)
+    good = (square == square) & (tl.abs(unscale) < float("inf")) & (unscale != 0.0)
+    clip = number(table + NUMBERS) / (norm.to(tl.float64) + 1e-6)
+    tl.store(result, tl.where(good, 0.0, 1.0))
+    tl.store(result + 1, norm)
+    tl.store(result + 2, tl.where(clip < 1.0, clip, 1.0).to(tl.float32))
 
 
 @triton.jit
-def _store_parameter(w_ptr, copy_ptr, i, inside, w, COPY: tl.constexpr):
-    tl.store(w_ptr + i, rounded(w, w_ptr.dtype.element_ty), mask=inside)
-    if COPY:
-        tl.store(copy_ptr + i, rounded(w, copy_ptr.dtype.element_ty), mask=inside)
+def advance_kernel(table, count, BLOCK: tl.constexpr):
+    """table: the addresses of found_inf, of the number of skipped steps, and of the counters."""
+    found = given(table, 0.0)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    steps = tl.load(table + 2 + i, mask=i < count, other=0).to(tl.pointer_type(tl.float32))
+    counted = i < tl.where(found == 0.0, count, 0)
+    tl.store(steps, tl.load(steps, mask=counted, other=0.0) + 1.0, mask=counted)
+    skipped = pointer(table + 1, tl.int64)
+    counted = (tl.program_id(0) == 0) & (tl.load(table + 1) != 0) & (found != 0.0)
+    tl.store(skipped, tl.load(skipped, mask=counted, other=0) + 1, mask=counted)
 
 
-@triton.jit
-def _elements(n, shared_ptr, BLOCK: tl.constexpr):
-    """This program's elements, and which of them there are: none in a skipped step."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return i, i < tl.where(tl.load(shared_ptr + SKIP) == 0.0, n, 0)
+# ---- Ops
 
 
-@triton.jit
-def _moments(m_ptr, v_ptr, i, inside, g, m_rate, v_keep, v_rate):
-    m = widened(tl.load(m_ptr + i, mask=inside, other=0.0))
-    v = widened(tl.load(v_ptr + i, mask=inside, other=0.0))
-    m = m + m_rate * (g - m)
-    v = v_keep * v + v_rate * g * g
-    tl.store(m_ptr + i, rounded(m, m_ptr.dtype.element_ty), mask=inside)
-    tl.store(v_ptr + i, rounded(v, v_ptr.dtype.element_ty), mask=inside)
-    return m, v
+def _address(name: str, x: Tensor | None, like: Tensor) -> int:
+    """The address of a tensor that lies in memory as ``like`` does; 0 for None."""
+    if x is None:
+        return 0
+    if x.shape != like.shape or x.device != like.device or not same_order(x, like):
+        raise ValueError(f"{name}: needs the shape, strides and device of its parameter")
+    if x.dtype not in TYPES:
+        raise ValueError(f"{name}: got {x.dtype}, needs float16, bfloat16, float32 or float64")
+    return x.data_ptr()
 
 
-@triton.jit
-def adam_kernel(
-    w_ptr, copy_ptr, g_ptr, m_ptr, v_ptr, top_ptr, shared_ptr, corrections_ptr, n, m_rate, v_keep, v_rate, eps, decay,
-    l2, COPY: tl.constexpr, WRITE: tl.constexpr, AMSGRAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i, inside = _elements(n, shared_ptr, BLOCK)
-    w = widened(tl.load(w_ptr + i, mask=inside, other=0.0))
-    g = _gradient(g_ptr, i, inside, shared_ptr, WRITE)
-    g = tl.where(l2 != 0.0, g + l2 * w, g)
-    m, v = _moments(m_ptr, v_ptr, i, inside, g, m_rate, v_keep, v_rate)
-    if AMSGRAD:
-        top = widened(tl.load(top_ptr + i, mask=inside, other=0.0))
-        v = tl.where(top > v, top, v)
-        tl.store(top_ptr + i, rounded(v, top_ptr.dtype.element_ty), mask=inside)
-    denominator = tl.div_rn(tl.sqrt_rn(v), tl.load(corrections_ptr + 1)) + eps
-    w = w * (1.0 - tl.load(shared_ptr + LR) * decay) - tl.div_rn(tl.load(corrections_ptr) * m, denominator)
-    _store_parameter(w_ptr, copy_ptr, i, inside, w, COPY)
+def _scalar(name: str, x: Tensor | None, like: Tensor) -> int:
+    """The address of one fp32 number; 0 for None."""
+    if x is None:
+        return 0
+    if x.dtype != torch.float32 or x.numel() != 1 or x.device != like.device:
+        raise ValueError(f"{name}: got {x.numel()} of {x.dtype} on {x.device}, needs one fp32 number on {like.device}")
+    return x.data_ptr()
 
 
-@triton.jit
-def sgd_kernel(
-    w_ptr, copy_ptr, g_ptr, b_ptr, step_ptr, shared_ptr, n, momentum, rate, decay,
-    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, COPY: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i, inside = _elements(n, shared_ptr, BLOCK)
-    w = widened(tl.load(w_ptr + i, mask=inside, other=0.0))
-    g = _gradient(g_ptr, i, inside, shared_ptr, WRITE)
-    g = tl.where(decay != 0.0, g + decay * w, g)
-    if MOMENTUM:
-        b = widened(tl.load(b_ptr + i, mask=inside, other=0.0))
-        b = tl.where(tl.load(step_ptr) == 1.0, g, momentum * b + rate * g)
-        tl.store(b_ptr + i, rounded(b, b_ptr.dtype.element_ty), mask=inside)
-        g = g + momentum * b if NESTEROV else b
-    _store_parameter(w_ptr, copy_ptr, i, inside, w - tl.load(shared_ptr + LR) * g, COPY)
-
-
-@triton.jit
-def lamb_direction_kernel(
-    w_ptr, u_ptr, g_ptr, m_ptr, v_ptr, shared_ptr, corrections_ptr, n, m_rate, v_keep, v_rate, eps, decay,
-    WRITE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i, inside = _elements(n, shared_ptr, BLOCK)
-    w = widened(tl.load(w_ptr + i, mask=inside, other=0.0))
-    g = _gradient(g_ptr, i, inside, shared_ptr, WRITE)
-    m, v = _moments(m_ptr, v_ptr, i, inside, g, m_rate, v_keep, v_rate)
-    denominator = tl.div_rn(tl.sqrt_rn(v), tl.load(corrections_ptr + 1)) + eps
-    u = tl.div_rn(tl.load(corrections_ptr) * m, denominator) + decay * w
-    tl.store(u_ptr + i, u, mask=inside)
-
-
-@triton.jit
-def lamb_kernel(w_ptr, copy_ptr, u_ptr, trust_ptr, shared_ptr, n, COPY: tl.constexpr, BLOCK: tl.constexpr):
-    i, inside = _elements(n, shared_ptr, BLOCK)
-    w = widened(tl.load(w_ptr + i, mask=inside, other=0.0))
-    u = tl.load(u_ptr + i, mask=inside, other=0.0)
-    w = w - tl.load(shared_ptr + LR) * tl.load(trust_ptr) * u
-    _store_parameter(w_ptr, copy_ptr, i, inside, w, COPY)
-
-
-@triton.jit
-def lion_kernel(
-    w_ptr, copy_ptr, g_ptr, m_ptr, shared_ptr, n, look, rate, decay,
-    COPY: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i, inside = _elements(n, shared_ptr, BLOCK)
-    w = widened(tl.load(w_ptr + i, mask=inside, other=0.0))
-    m = widened(tl.load(m_ptr + i, mask=inside, other=0.0))
-    g = _gradient(g_ptr, i, inside, shared_ptr, WRITE)
-    lr = tl.load(shared_ptr + LR)
-    direction = m + look * (g - m)
-    w = w * (1.0 - lr * decay) - tl.where(direction > 0, lr, tl.where(direction < 0, -lr, 0.0))
-    tl.store(m_ptr + i, rounded(m + rate * (g - m), m_ptr.dtype.element_ty), mask=inside)
-    _store_parameter(w_ptr, copy_ptr, i, inside, w, COPY)
-
-
-def _shared(like: Tensor, lr_tensor=None, grad_scale=None, clip=None, found_inf=None, lr=0.0, maximize=False) -> Tensor:
-    """The numbers that all tensors of a call share, in the places named above."""
-    one = torch.ones((), dtype=torch.float32, device=like.device)
-    unscale = one if grad_scale is None else wide(grad_scale).reciprocal().float()
-    along = (one if clip is None else clip) * (-1 if maximize else 1)
-    skip = one * 0 if found_inf is None else (found_inf != 0).float()
-    return torch.stack([unscale.reshape(()), along.reshape(()), one * lr if lr_tensor is None else lr_tensor, skip])
-
-
-def _corrections(steps: list[Tensor], lr: float | Tensor, beta1: float, beta2: float) -> Tensor:
-    """lr / (1 - beta1^t) and sqrt(1 - beta2^t), a row for each of the steps t."""
-    t = wide(torch.stack(steps))
-    return torch.stack([lr / (1 - beta1**t), (1 - beta2**t).sqrt()], -1).float()
-
-
-def _blocks(x: Tensor) -> tuple[int, ...]:
-    return (triton.cdiv(x.numel(), BLOCK),)
+def _shared(
+    like: Tensor, lr_tensor: Tensor | None, grad_scale: Tensor | None, clip: Tensor | None, found_inf: Tensor | None,
+    lr: float, maximize: bool, *numbers: float,
+) -> list[int]:  # fmt: skip
+    """The entries of the table that its tensors share, in the order of their places."""
+    scalars = {"lr_tensor": lr_tensor, "grad_scale": grad_scale, "clip": clip, "found_inf": found_inf}
+    addresses = [_scalar(name, x, like) for name, x in scalars.items()]
+    return addresses + [bits(x) for x in (lr, -1.0 if maximize else 1.0, *numbers)]
 
 
 def check_and_norm(grads: list[Tensor], grad_scale: Tensor | None, max_norm: float) -> Tensor:
-    shared = _shared(grads[0], grad_scale=grad_scale)
-    chunks = [triton.cdiv(grad.numel(), CHUNK.value) for grad in grads]
-    sums = torch.zeros(sum(chunks) + 1, dtype=torch.float32, device=grads[0].device)
+    like = grads[0]
+    groups = defaultdict(list)
+    kept = [dense(grad) for grad in grads if grad.numel() > 0]
+    for grad in kept:
+        if grad.device != like.device:
+            raise ValueError(f"grads: got one on {grad.device}, needs all on {like.device}")
+        row = grad.numel(), [_address("grads", grad, grad)]
+        groups[grad.dtype, aligned(*row)].append(row)
+    shared = _shared(like, None, grad_scale, None, None, 0.0, False, max_norm)
+    launches = [(kind, *table_of(like, shared, rows)) for kind, rows in groups.items()]
+    sums = torch.empty(sum(chunks for _, _, chunks in launches), dtype=torch.float64, device=like.device)
     first = 0
-    for grad, count in zip(grads, chunks, strict=True):
-        if count > 0:
-            launch(square_sum_kernel, (count,), grad, dense(grad), sums, first, shared, grad.numel(), BLOCK=BLOCK)
-        first += count
-    square = wide(sums).sum()
-    unscale = shared[UNSCALE.value]
-    found = square.isnan() | ~unscale.isfinite() | (unscale == 0)
-    norm = square.sqrt().float()
-    clip = max_norm / (norm + 1e-6)
-    return torch.stack([found.float(), norm, torch.where(clip < 1, clip, 1.0)])
+    for (dtype, is_aligned), table, chunks in launches:
+        launch(
+            square_sum_kernel, (chunks,), like, table, sums[first:], DTYPE=TYPES[dtype], ALIGNED=is_aligned, BLOCK=BLOCK
+        )
+        first += chunks
+    result = torch.empty(3, dtype=torch.float32, device=like.device)
+    table, _ = table_of(like, shared, [])
+    launch(finish_check_kernel, (1,), like, table, sums, first, result, BLOCK=BLOCK)
+    return result
 
 
-def _weights(params: list[Tensor], masters: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """What is updated, and what gets a rounded copy: the parameter, where that is not what is updated itself."""
-    return list(zip(masters or params, params, strict=True))
+def advance(steps: list[Tensor], skipped: Tensor | None, found_inf: Tensor | None) -> None:
+    like = steps[0] if steps else skipped
+    counters = [_scalar("steps", step, like) for step in steps]
+    skips = 0 if skipped is None else skipped.data_ptr()
+    table = on_device(like, [_scalar("found_inf", found_inf, like), skips, *counters])
+    blocks = triton.cdiv(max(1, len(counters)), BLOCK)
+    launch(advance_kernel, (blocks,), like, table, len(counters), BLOCK=BLOCK)
+
+
+def _step(
+    algorithm: tuple[Any, Any], params: list[Tensor], grads: list[Tensor], states: list[list[Tensor]],
+    masters: list[Tensor], steps: list[Tensor], shared: list[int], write_grads: bool,
+) -> None:  # fmt: skip
+    """Run the algorithm's two functions over all tensors; LAMB's, after a pass for its norms."""
+    given_lists = [("grads", grads), *(("states", state) for state in states)]
+    given_lists += [(name, tensors) for name, tensors in (("masters", masters), ("steps", steps)) if tensors]
+    for name, tensors in given_lists:
+        if len(tensors) != len(params):
+            raise ValueError(f"{name}: got {len(tensors)} tensors, needs one for each of {len(params)} params")
+    like = params[0]
+    groups = defaultdict(list)
+    for k, param in enumerate(params):
+        if param.numel() == 0:
+            continue
+        if param.device != like.device or not is_dense(param):
+            raise ValueError(f"params[{k}]: needs elements that fill one stretch of memory on {like.device}")
+        weight, copy = (masters[k], param) if masters else (param, None)
+        lists = [weight, grads[k], copy, *(state[k] for state in states), *[None] * (3 - len(states))]
+        names = ("masters", "grads", "params", *["states"] * 3)
+        addresses = [_address(name, x, param) for name, x in zip(names, lists, strict=True)]
+        dtypes = tuple(None if x is None else TYPES[x.dtype] for x in lists)
+        step = _scalar("steps", steps[k], like) if steps else 0
+        groups[dtypes, aligned(param.numel(), addresses)].append((param.numel(), [step, 0, *addresses]))
+    scalars, update = algorithm
+    for (dtypes, is_aligned), rows in groups.items():
+        meta = {"DTYPES": dtypes, "ALIGNED": is_aligned, "BLOCK": BLOCK}
+        if algorithm is LAMB:
+            ratios = torch.ones(len(rows), dtype=torch.float32, device=like.device)
+            for k, (_, addresses) in enumerate(rows):
+                addresses[RATIO.value - LISTS.value] = ratios.data_ptr() + 4 * k
+        table, chunks = table_of(like, shared, rows)
+        if algorithm is LAMB:
+            sums = torch.empty(2 * chunks, dtype=torch.float64, device=like.device)
+            launch(lamb_norm_kernel, (chunks,), like, table, sums, **meta)
+            launch(lamb_ratio_kernel, (len(rows),), like, table, sums, ratios, BLOCK=BLOCK)
+        write = write_grads and shared[GRAD_SCALE.value - 1] != 0
+        launch(step_kernel, (chunks,), like, table, SCALARS=scalars, UPDATE=update, WRITE=write, **meta)
 
 
 def adamw_step(
     params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, steps, lr_tensor, grad_scale, clip, found_inf,
     lr, beta1, beta2, eps, weight_decay, decoupled, maximize, write_grads,
 ):  # fmt: skip
-    shared = _shared(params[0], lr_tensor, grad_scale, clip, found_inf, lr, maximize)
-    corrections = _corrections(steps, lr if lr_tensor is None else lr_tensor, beta1, beta2)
-    decay, l2 = (weight_decay, 0.0) if decoupled else (0.0, weight_decay)
-    for k, (w, copy) in enumerate(_weights(params, masters)):
-        if w.numel() > 0:
-            launch(
-                adam_kernel, _blocks(w), w, w, copy, grads[k], exp_avgs[k], exp_avg_sqs[k],
-                max_exp_avg_sqs[k] if max_exp_avg_sqs else w, shared, corrections[k], w.numel(), 1 - beta1, beta2,
-                1 - beta2, eps, decay, l2, COPY=len(masters) > 0, WRITE=write_grads and grad_scale is not None,
-                AMSGRAD=len(max_exp_avg_sqs) > 0, BLOCK=BLOCK,
-            )  # fmt: skip
+    algorithm, maxima = (AMSGRAD, [max_exp_avg_sqs]) if max_exp_avg_sqs else (ADAM, [])
+    numbers = beta1, beta2, eps, weight_decay, decoupled
+    shared = _shared(params[0], lr_tensor, grad_scale, clip, found_inf, lr, maximize, *numbers)
+    _step(algorithm, params, grads, [exp_avgs, exp_avg_sqs, *maxima], masters, steps, shared, write_grads)
 
 
 def sgd_step(
     params, grads, momentum_buffers, masters, steps, lr_tensor, grad_scale, clip, found_inf,
     lr, momentum, dampening, weight_decay, nesterov, maximize, write_grads,
 ):  # fmt: skip
-    shared = _shared(params[0], lr_tensor, grad_scale, clip, found_inf, lr, maximize)
-    for k, (w, copy) in enumerate(_weights(params, masters)):
-        if w.numel() > 0:
-            launch(
-                sgd_kernel, _blocks(w), w, w, copy, grads[k], momentum_buffers[k] if momentum_buffers else w,
-                steps[k] if steps else shared, shared, w.numel(), momentum, 1 - dampening, weight_decay,
-                MOMENTUM=len(momentum_buffers) > 0, NESTEROV=nesterov, COPY=len(masters) > 0,
-                WRITE=write_grads and grad_scale is not None, BLOCK=BLOCK,
-            )  # fmt: skip
+    algorithm, buffers = (MOMENTUM, [momentum_buffers]) if momentum_buffers else (SGD, [])
+    numbers = momentum, dampening, weight_decay, nesterov
+    shared = _shared(params[0], lr_tensor, grad_scale, clip, found_inf, lr, maximize, *numbers)
+    _step(algorithm, params, grads, buffers, masters, steps, shared, write_grads)
 
 
 def lamb_step(
     params, grads, exp_avgs, exp_avg_sqs, masters, steps, lr_tensor, grad_scale, clip, found_inf,
     lr, beta1, beta2, eps, weight_decay, maximize, write_grads,
 ):  # fmt: skip
-    shared = _shared(params[0], lr_tensor, grad_scale, clip, found_inf, lr, maximize)
-    corrections = _corrections(steps, 1.0, beta1, beta2)
-    for k, (w, copy) in enumerate(_weights(params, masters)):
-        if w.numel() == 0:
-            continue
-        u = torch.zeros_like(w, dtype=torch.float32)
-        launch(
-            lamb_direction_kernel, _blocks(w), w, w, u, grads[k], exp_avgs[k], exp_avg_sqs[k], shared, corrections[k],
-            w.numel(), 1 - beta1, beta2, 1 - beta2, eps, weight_decay, WRITE=write_grads and grad_scale is not None,
-            BLOCK=BLOCK,
-        )  # fmt: skip
-        size, length = (torch.linalg.vector_norm(x, dtype=torch.float32) for x in (w, u))
-        trust = torch.where((size > 0) & (length > 0), size / length, 1.0)
-        launch(lamb_kernel, _blocks(w), w, w, copy, u, trust, shared, w.numel(), COPY=len(masters) > 0, BLOCK=BLOCK)
+    numbers = beta1, beta2, eps, weight_decay
+    shared = _shared(params[0], lr_tensor, grad_scale, clip, found_inf, lr, maximize, *numbers)
+    _step(LAMB, params, grads, [exp_avgs, exp_avg_sqs], masters, steps, shared, write_grads)
 
 
 def lion_step(
     params, grads, exp_avgs, masters, lr_tensor, grad_scale, clip, found_inf,
     lr, beta1, beta2, weight_decay, maximize, write_grads,
 ):  # fmt: skip
-    shared = _shared(params[0], lr_tensor, grad_scale, clip, found_inf, lr, maximize)
-    for k, (w, copy) in enumerate(_weights(params, masters)):
-        if w.numel() > 0:
-            launch(
-                lion_kernel, _blocks(w), w, w, copy, grads[k], exp_avgs[k], shared, w.numel(), 1 - beta1, 1 - beta2,
-                weight_decay, COPY=len(masters) > 0, WRITE=write_grads and grad_scale is not None, BLOCK=BLOCK,
-            )  # fmt: skip
+    numbers = beta1, beta2, weight_decay
+    shared = _shared(params[0], lr_tensor, grad_scale, clip, found_inf, lr, maximize, *numbers)
+    _step(LION, params, grads, [exp_avgs], masters, [], shared, write_grads)
 
 
 IMPLEMENTATIONS = {

@@ -254,9 +254,7 @@ def _dropout(dropout: float, seed: Tensor | None) -> tuple[Tensor | None, int, f
 def softmax_forward(x, mask, dim, scale, causal, log, zero_masked, dropout, seed, dtype):
     if log and (mask is not None or causal or dropout > 0):
         raise ValueError("log: log-softmax takes no mask, causal or dropout")
-    y, dropped = outputs = FAKES["softmax_forward"](
-        x, mask, dim, scale, causal, log, zero_masked, dropout, seed, dtype
-    )
+    y, dropped = outputs = FAKES["softmax_forward"](x, mask, dim, scale, causal, log, zero_masked, dropout, seed, dtype)
     if x.numel() == 0:
         return outputs
     x = x.contiguous()
