@@ -201,6 +201,20 @@ def test_gradient_of_a_class_that_is_nearly_certain(backend, device, dtype) -> N
     assert (error <= spacing(rest, dtype) + lse.cpu().double() * torch.finfo(torch.float32).eps).all()
 
 
+@pytest.mark.parametrize("dtype", (*HALVES, torch.float32), ids=str)
+def test_gradient_of_a_certain_class_is_that_of_the_lse_given(backend, device, dtype) -> None:
+    """With the same lse there is nothing but rounding to lose: p - 1 from expm1, also next to p = 1."""
+    beyond = 2.0 ** -torch.arange(1, 19)
+    logits = torch.stack([torch.ones(18), torch.full((18,), -30.0)], 1).to(device, dtype)
+    lse, dloss = (1 + beyond).to(device), torch.ones(18, device=device)
+    classes = torch.zeros(18, dtype=torch.long, device=device)
+    one_hot = torch.tensor([[1.0, 0.0]], device=device).expand(18, 2)
+    for target in (classes, one_hot):
+        dlogits = backward(backend, dloss, logits, lse, target)[:, 0].cpu()
+        exact_gradient = torch.expm1(-beyond.double())
+        assert ((dlogits.double() - exact_gradient).abs() <= spacing(exact_gradient, dtype)).all(), dlogits
+
+
 def test_ignored_rows_are_zero_whatever_they_hold(backend, device) -> None:
     logits = random(4, 9).to(device)
     logits[1], logits[2, 3] = -torch.inf, torch.nan
