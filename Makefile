@@ -25,8 +25,9 @@ NVCC := nvidia-cuda-nvcc==13.0.* nvidia-nvvm==13.0.* nvidia-cuda-crt==13.0.* nvi
 demo: $(VENV)/.built
 	$(BIN)/memkern demo
 
+# A process a core; the emulator and Triton's interpreter have no use for more.
 test: $(VENV)/.built
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .

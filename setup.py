@@ -108,6 +108,7 @@ def cuda_rules() -> dict[str, object]:
         *STABLE_ABI,
         "-DUSE_CUDA -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden",
         *gencode_flags(),
+        "--threads 0",  # the architectures at once
         f"-isystem {torch_dir}/include",
         "-MD -MF $out.d -c $in -o $out",
     ]
