@@ -112,7 +112,8 @@ def test_peak_of_linear_cross_entropy_in_every_dtype(backend, device, dtype) -> 
         hidden.grad = weight.grad = None
     per_token = 64 * (4 + 2 * dtype.itemsize) + 4 * 8  # dh in two dtypes; loss, lse and what they are made of
     wide = 4 * weight.numel()
-    assert peaks[0] <= 5 * wide + 64 * 4096 * 8 + 2048 * per_token
+    chunk = 64 * 4096 * 8 * (4 if backend == "reference" else 1)  # in fp64, which the reference takes several of
+    assert peaks[0] <= 5 * wide + chunk + 2048 * per_token
     assert peaks[1] - peaks[0] <= 1.1 * 6144 * per_token
 
 

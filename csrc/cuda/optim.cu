@@ -263,7 +263,7 @@ struct Elements {
 };
 
 template <class Algorithm, class A>
-__global__ void __launch_bounds__(kChunkThreads) step_kernel(const __grid_constant__ StepBatch<Algorithm> batch) {
+__global__ void __launch_bounds__(kChunkThreads, 2) step_kernel(const __grid_constant__ StepBatch<Algorithm> batch) {
   if (batch.shared.numbers.skip()) return;
   const int number = batch.item_of(blockIdx.x);
   const Item& item = batch.item[number];
