@@ -59,7 +59,7 @@ $(VENV)-other/.installed: Makefile
 
 test-other-torch: $(VENV)/.built $(VENV)-other/.installed
 	$(VENV)-other/bin/python -c 'import memkern; memkern.backends.require("cpu")'
-	$(VENV)-other/bin/python -m pytest --backends cpu,reference tests/test_gelu.py $(wildcard tests/test_norm*.py) tests/test_optim.py
+	$(VENV)-other/bin/python -m pytest --backends cpu,reference $(sort $(OP_TESTS) $(wildcard tests/test_norm*.py))
 
 # Uses the Python, PyTorch and CUDA toolkit already there. Every step runs, whatever became of the one
 # before; logs and figures go to RESULTS.
