@@ -85,6 +85,11 @@ def dtypes_of(backend: str) -> tuple[torch.dtype, ...]:
     return (*HALVES, torch.float32) if backend == "triton" else (*HALVES, torch.float32, torch.float64)
 
 
+def needs_fp64(backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("the triton backend does not serve fp64")
+
+
 def saved_tensors(f) -> tuple[Tensor, list[int]]:
     """The output of ``f``, and where what it saves lies."""
     saved = []

@@ -14,7 +14,7 @@ from torch import Tensor
 import memkern
 from memkern.functional import cross_entropy, distillation_loss
 from tests.layouts import LAYOUTS, laid_out
-from tests.norm_cases import HALVES, dtypes_of
+from tests.norm_cases import HALVES, dtypes_of, needs_fp64
 from tests.test_cross_entropy import classes_of, random
 from tests.ulp import spacing
 
@@ -133,8 +133,7 @@ OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.3, "softcap": 4.0}
 @pytest.mark.parametrize("kind", ("classes", "probabilities"))
 def test_derivatives_of_every_kind(backend, device, kind, weighted) -> None:
     """Of logits, of probabilities, and of the weights of both."""
-    if backend == "triton":
-        pytest.skip("the triton backend does not serve fp64")
+    needs_fp64(backend)
     x = random(3, 4).double().to(device).requires_grad_()
     weight = (0.5 + random(4, seed=2).abs()).double().to(device).requires_grad_() if weighted else None
     target = a_target(kind, (3, 4)).to(device)
@@ -155,8 +154,7 @@ def test_derivatives_of_every_kind(backend, device, kind, weighted) -> None:
 
 
 def test_derivatives_of_distillation(backend, device) -> None:
-    if backend == "triton":
-        pytest.skip("the triton backend does not serve fp64")
+    needs_fp64(backend)
     given = [t.clone().requires_grad_() for t in random(2, 3, 4).double().to(device)]
     checks = {"check_batched_grad": True, "check_forward_ad": True, "check_batched_forward_grad": True}
     assert torch.autograd.gradcheck(lambda *t: distillation_loss(*t, 2.0, "none"), given, **checks)

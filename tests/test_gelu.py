@@ -16,6 +16,7 @@ import memkern
 from memkern import functional, ops
 from tests import emulator
 from tests.layouts import LAYOUTS, SHAPES, laid_out
+from tests.norm_cases import needs_fp64
 from tests.ulp import all_patterns, ulp_error
 
 FORMS = ("none", "tanh")
@@ -125,11 +126,6 @@ def test_fp32_to_the_subnormal_range(backend: str, device: str, approximate: str
     expected_y, expected_dx = exact(x, approximate)
     assert_within(4, y, expected_y, x)
     assert_within(4, dx, expected_dx, x)
-
-
-def needs_fp64(backend: str) -> None:
-    if backend == "triton":
-        pytest.skip("the triton backend does not serve fp64")
 
 
 def test_fp64(backend: str, device: str, approximate: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 import memkern
 from memkern.functional import norm as norms
 from tests.layouts import LAYOUTS, laid_out
-from tests.norm_cases import HALVES, assert_close, call, check, dtypes_of, each_kind, exact_call, parameters
+from tests.norm_cases import HALVES, assert_close, call, check, dtypes_of, each_kind, exact_call, needs_fp64, parameters
 
 
 @each_kind
@@ -200,8 +200,7 @@ def test_residual_of_another_dtype_is_added_as_by_plus(backend, device, kind) ->
 @each_kind
 @pytest.mark.parametrize("memory_efficient", (False, True))
 def test_derivatives_of_every_kind(backend, device, kind, memory_efficient) -> None:
-    if backend == "triton":
-        pytest.skip("the triton backend does not serve fp64")
+    needs_fp64(backend)
     options = {"memory_efficient": memory_efficient}
     x, residual = torch.randn(2, 3, 2, 4, dtype=torch.double, device=device).unbind()
     weight, bias = parameters((2, 4), torch.double, device)

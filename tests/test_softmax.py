@@ -13,7 +13,7 @@ import torch
 
 from memkern import ops
 from tests.layouts import LAYOUTS, laid_out
-from tests.norm_cases import HALVES
+from tests.norm_cases import HALVES, needs_fp64
 from tests.softmax_cases import (
     INF,
     assert_gradient,
@@ -63,8 +63,7 @@ def test_a_row_of_262144(backend, device) -> None:
 
 
 def test_fp64(backend, device) -> None:
-    if backend == "triton":
-        pytest.skip("the triton backend does not serve fp64")
+    needs_fp64(backend)
     for width, log in itertools.product((1, 7, 130, 1025, 16392), (False, True)):
         x, dy = random(2, 3, width).to(device, torch.float64)
         y, _ = forward(backend, x, log=log, scale=0.7)

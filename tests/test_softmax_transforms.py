@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import memkern
 from memkern import functional
 from memkern.functional import log_softmax, scaled_masked_softmax, softmax
+from tests.norm_cases import needs_fp64
 from tests.softmax_cases import plain_chain, random
 
 BOTH = pytest.mark.parametrize("name", ("softmax", "log_softmax"))
@@ -34,8 +35,7 @@ DERIVED = {
 
 @pytest.mark.parametrize("case", DERIVED)
 def test_derivatives_of_every_kind(backend, device, case) -> None:
-    if backend == "triton":
-        pytest.skip("the triton backend does not serve fp64")
+    needs_fp64(backend)
     x = random(2, 4, 3).to(device).double().requires_grad_()
     batched = case != "dropout"  # random numbers under gradcheck's vmap are an error
     assert torch.autograd.gradcheck(

@@ -3,12 +3,9 @@ options."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.triton_compile import check_compiled
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -68,15 +65,7 @@ print(json.dumps(report))
 
 @pytest.mark.parametrize("capability", (80, 90))
 def test_compiles_with_wide_accesses_and_no_local_memory(capability: int) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(capability)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert len(report) == 32
-    for name, found in report.items():
-        assert found == {"target": True, "wide": True, "local": False, "fp64": False}, name
+    check_compiled(COMPILE, capability, kernels=32)
 
 
 def test_launch_options_follow_the_classes() -> None:
