@@ -39,7 +39,7 @@ bench: $(VENV)/.built
 $(VENV)/.installed: Makefile
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 10) and sys.exit("memkern needs Python 3.10 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP_INSTALL) "$(TORCH)" "setuptools>=77" ninja
+	$(BIN)/python $(PIP_INSTALL) "$(TORCH)" "setuptools>=77" ninja numpy
 	@command -v nvcc >/dev/null || test -x "$${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" \
 	  || $(BIN)/python $(PIP_INSTALL) $(NVCC) \
 	  || echo "memkern: no CUDA compiler, neither a toolkit here nor the PyPI packages: building without CUDA"

@@ -88,7 +88,7 @@ def cpu_rules() -> dict[str, object]:
         find_cxx(),
         *STABLE_ABI,
         "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math",
-        "-Wall -Wextra -Wno-unused-parameter",
+        "-Wall -Wextra -Wno-unused-parameter -Wno-psabi",
         f"-isystem {torch_dir}/include",
         "-MMD -MF $out.d -c $in -o $out",
     ]

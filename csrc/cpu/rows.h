@@ -10,9 +10,6 @@ namespace memkern {
 template <class T>
 using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// GCC notes that passing such vectors by value has changed with its version 4.6; all of it is inlined here.
-#pragma GCC diagnostic ignored "-Wpsabi"
-
 // Sums are kept in 64-byte vectors, of which the compiler makes what registers there are: the order of
 // additions is the same on every machine.
 template <class A>

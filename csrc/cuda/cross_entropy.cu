@@ -103,6 +103,18 @@ void cross_entropy_backward_in_place(const Tensor& dloss, const Tensor& input, c
   if (!has_rows(input)) copied_into(input, logits);
 }
 
+// What both directions take.
+template <class T>
+Distillation<T> distillation_of(const Tensor& logits, const Tensor& teacher, double temperature) {
+  Distillation<T> a{};
+  a.logits = const_rows<T>(logits);
+  a.teacher = const_rows<T>(teacher);
+  a.rows = logits.size(0);
+  a.classes = classes_of(logits);
+  a.inverse_temperature = static_cast<acc_t<T>>(1 / temperature);
+  return a;
+}
+
 std::tuple<Tensor, Tensor, Tensor> distillation_forward(const Tensor& input, const Tensor& teacher_input,
                                                         double temperature) {
   check_distillation(input, teacher_input, temperature);
@@ -115,15 +127,10 @@ std::tuple<Tensor, Tensor, Tensor> distillation_forward(const Tensor& input, con
   for_dtype(logits.scalar_type(), [&](auto type) {
     using T = decltype(type);
     using A = acc_t<T>;
-    Distillation<T> a{};
-    a.logits = const_rows<T>(logits);
-    a.teacher = const_rows<T>(teacher);
+    Distillation<T> a = distillation_of<T>(logits, teacher, temperature);
     a.loss = mutable_data<A>(loss);
     a.lse = mutable_data<A>(lse);
     a.teacher_lse = mutable_data<A>(teacher_lse);
-    a.rows = rows;
-    a.classes = classes_of(logits);
-    a.inverse_temperature = static_cast<A>(1 / temperature);
     run_distillation(a, true, device.stream);
   });
   return {loss, lse, teacher_lse};
@@ -140,16 +147,11 @@ Tensor distillation_backward(const Tensor& dloss_input, const Tensor& input, con
   for_dtype(logits.scalar_type(), [&](auto type) {
     using T = decltype(type);
     using A = acc_t<T>;
-    Distillation<T> a{};
-    a.logits = const_rows<T>(logits);
-    a.teacher = const_rows<T>(teacher);
+    Distillation<T> a = distillation_of<T>(logits, teacher, temperature);
     a.dloss = const_data<A>(dloss);
     a.saved_lse = const_data<A>(lse);
     a.saved_teacher = const_data<A>(teacher_lse);
     a.dlogits = {mutable_data<T>(dlogits), dlogits.stride(0)};
-    a.rows = logits.size(0);
-    a.classes = classes_of(logits);
-    a.inverse_temperature = static_cast<A>(1 / temperature);
     run_distillation(a, false, device.stream);
   });
   return dlogits;
