@@ -12,7 +12,7 @@ import torch
 
 import memkern
 from benchmarks import harness, report
-from benchmarks.timing import CpuClock, CudaClock
+from benchmarks.timing import CpuClock, CudaClock, freed_memory_kept
 
 FAMILIES = ("gelu", "norm", "softmax", "cross_entropy", "optim")
 
@@ -64,8 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         reason = harness.why_not(name, device)
         if reason is not None:
             print(f"Not timed: {reason}")
-    for name in options.families or FAMILIES:
-        run(importlib.import_module(f"benchmarks.{name}").FAMILY, device, options.quick, options.out)
+    with freed_memory_kept():
+        for name in options.families or FAMILIES:
+            run(importlib.import_module(f"benchmarks.{name}").FAMILY, device, options.quick, options.out)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,33 @@ import ctypes
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 # seconds per call, and the host's share of them where the device works apart from the host
 Sample = tuple[float, float | None]
+
+
+@contextlib.contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Where malloc is glibc's. Else freed memory goes back to the system now and then, and the page faults of
+    getting it again, longer than the work itself, fall on whichever variant comes next.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    trim_threshold, mmap_max = -1, -4  # their numbers in malloc.h
+    libc.mallopt(mmap_max, 0)
+    libc.mallopt(trim_threshold, -1)
+    try:
+        yield
+    finally:
+        libc.mallopt(mmap_max, 65536)  # glibc's defaults
+        libc.mallopt(trim_threshold, 128 * 1024)
+        libc.malloc_trim(0)
 
 
 class Calls:
@@ -49,18 +69,11 @@ class CpuClock:
 
     SAMPLE = 0.005
     WARM_UP = 0.1  # seconds, or one time round the ring
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
     SMALLEST_CACHE = 32 * 2**20  # where the system does not tell, or counts one slice of it
 
     def __init__(self) -> None:
         told = os.sysconf("SC_LEVEL3_CACHE_SIZE") if "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names else 0
         self.cache_bytes = max(told, self.SMALLEST_CACHE)
-        if platform.libc_ver()[0] == "glibc":
-            # Keep freed memory. Else it goes back to the system now and then, and the page faults of getting
-            # it again, longer than the work itself, fall on whichever variant comes next.
-            libc = ctypes.CDLL(None)
-            libc.mallopt(self.M_MMAP_MAX, 0)
-            libc.mallopt(self.M_TRIM_THRESHOLD, -1)
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()

@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ import memkern
 from benchmarks import __main__ as runner
 from benchmarks import gelu, harness, report
 from benchmarks.harness import COPY, EAGER, Effort, Result, Variant
-from benchmarks.timing import Calls, CpuClock
+from benchmarks.timing import Calls, CpuClock, freed_memory_kept
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -81,6 +82,18 @@ def test_cpu_clock_runs_the_whole_ring_first_and_times_some_calls():
     seconds, host = sample()
     assert seconds > 0 and host is None
     assert 1 <= len(made) - warm <= 4
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc is the one that is told to keep memory")
+def test_freed_memory_is_kept_for_the_time_of_a_run():
+    def resident():
+        torch.ones(64 * 2**20)  # 256 MiB, freed at once
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    before = resident()
+    with freed_memory_kept():
+        assert resident() > before + 200
+    assert resident() < before + 100
 
 
 @pytest.mark.parametrize("bytes", [1, 1000, 2999, 3000, 10**9])
