@@ -44,16 +44,13 @@ def built(project: Path) -> set[str]:
     return {path.name for path in (project / "memkern").glob("*.so")}
 
 
-def fake_toolkit(folder: Path) -> Path:
-    """A CUDA toolkit whose compiler writes down how it was called."""
-    (folder / "bin").mkdir(parents=True)
-    (folder / "include").mkdir()
-    (folder / "include" / "cuda_fp16.h").touch()
-    nvcc = folder / "bin" / "nvcc"
-    script = f'echo "$@" >> {folder}/calls\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n: > "$2.d"\n'
-    nvcc.write_text(f"#!/bin/sh\n{script}")
-    nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
-    return folder
+def fake_compiler(path: Path) -> str:
+    """A compiler that makes empty files and writes down beside itself, in ``calls``, how it was called."""
+    path.parent.mkdir(parents=True)
+    calls = f'echo "$@" >> {path.parent}/calls'
+    path.write_text(f'#!/bin/sh\n{calls}\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n: > "$2.d"\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
 
 
 def test_nothing(project: Path) -> None:
@@ -79,9 +76,7 @@ def test_cpu_only_then_a_wheel_for_every_python(project: Path) -> None:
 
 
 def test_no_cuda_compiler_is_one_line_and_no_failure(project: Path) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ here")
-    run = build(project, CUDA_HOME="/nowhere")
+    run = build(project, CUDA_HOME="/nowhere", CXX=fake_compiler(project / "host" / "g++"))
     assert run.returncode == 0, run.stderr
     assert built(project) == {"_cpu.so"}
     said = [line for line in run.stderr.splitlines() if line.startswith("memkern: ")]
@@ -111,19 +106,23 @@ def test_a_forced_build_that_cannot_be_done_fails(project: Path, environment: di
 
 def test_architectures(project: Path) -> None:
     """$TORCH_CUDA_ARCH_LIST is honoured; without it and without a GPU, 8.0 and 9.0+PTX."""
-    if torch.version.cuda is None or shutil.which("g++") is None:
-        pytest.skip("needs a PyTorch with CUDA, and g++")
+    if torch.version.cuda is None:
+        pytest.skip("needs a PyTorch with CUDA")
+    cxx = fake_compiler(project / "host" / "g++")
     for i, (wanted, codes) in enumerate(
         [("8.6 12.0+PTX", ["sm_86", "sm_120", "compute_120"]), ("", ["sm_80", "sm_90", "compute_90"])]
     ):
         if not wanted and torch.cuda.is_available():
             continue  # then it is the GPU's own
-        toolkit = fake_toolkit(project / f"toolkit{i}")
-        run = build(project, MEMKERN_BUILD="cuda", CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST=wanted)
+        toolkit = project / f"toolkit{i}"
+        fake_compiler(toolkit / "bin" / "nvcc")
+        (toolkit / "include").mkdir()
+        (toolkit / "include" / "cuda_fp16.h").touch()
+        run = build(project, MEMKERN_BUILD="cuda", CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST=wanted, CXX=cxx)
         assert run.returncode == 0, run.stderr
-        compiles, *_, link = (toolkit / "calls").read_text().splitlines()
+        compiles, *_, link = (toolkit / "bin" / "calls").read_text().splitlines()
         assert [word.split(",code=")[1] for word in compiles.split() if ",code=" in word] == codes
         assert "-cudart static" in link
-    bad = build(project, MEMKERN_BUILD="cuda", CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST="ampere")
+    bad = build(project, MEMKERN_BUILD="cuda", CUDA_HOME=str(toolkit), TORCH_CUDA_ARCH_LIST="ampere", CXX=cxx)
     assert bad.returncode != 0
     assert "TORCH_CUDA_ARCH_LIST: got 'ampere'" in bad.stderr
