@@ -68,6 +68,14 @@ def batched_together(tensors: Sequence[Any], in_dims: tuple[int | None, ...], si
     )
 
 
+def batched(gradient: Tensor) -> bool:
+    """Whether vmap runs over an incoming gradient (``is_grads_batched``, a vectorised Jacobian)."""
+    if torch.compiler.is_compiling():
+        return False
+    of = torch._C._functorch
+    return of.is_batchedtensor(gradient) or of.is_legacy_batchedtensor(gradient)
+
+
 def of_floating(f: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable[..., Any], list[Tensor]]:
     """``f`` as a function of those of its arguments alone that are floating tensors, and these."""
     given = [argument is not None and argument.is_floating_point() for argument in arguments]

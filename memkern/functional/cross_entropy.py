@@ -53,8 +53,8 @@ def cross_entropy(
         z_loss: factor of the z-loss, not negative.
         softcap: the logits become ``softcap tanh(logits / softcap)`` first (Gemma 2, arXiv:2408.00118); positive.
         grad_in_forward: make the gradient in the forward pass and save it alone (2 bytes a 16-bit logit), no logits.
-            For one backward pass: a second one raises, and so do second derivatives, torch.func and vmap. Has no
-            effect where nothing needs a gradient, or probabilities or weights do.
+            For one backward pass: a second one raises (but after batched ones, ``is_grads_batched``), and so do second
+            derivatives and torch.func. Has no effect where nothing needs a gradient, or probabilities or weights do.
         overwrite_logits: with ``grad_in_forward``, write that gradient over the logits, so that the loss allocates
             nothing of their size. The logits hold no logits from then on; a backward pass of another operation that
             saved them raises. Has no effect under torch.compile, which plans memory itself.
@@ -83,6 +83,8 @@ def cross_entropy(
         _check_overwrite(x, grad_in_forward)
     in_forward = grad_in_forward and torch.is_grad_enabled() and x.requires_grad
     if in_forward and not targets.requires_grad and (weight is None or not weight.requires_grad):
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError("grad_in_forward: got True under torch.func or vmap, which it does not go with")
         overwrite = overwrite_logits and not torch.compiler.is_compiling()
         loss = GradientInForward.apply(rows.x, targets, weight, plan, overwrite)
     else:

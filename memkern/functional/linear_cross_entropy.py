@@ -47,8 +47,8 @@ def linear_cross_entropy(
 
     Returns:
         The loss, in the dtype of hidden; float32 under autocast, which also has the logits in its dtype. Derivatives
-        of any other kind (of probabilities and class weights, second, forward-mode, torch.func, vmap) are right, too,
-        by way of all logits at once.
+        of any other kind (of probabilities and class weights, second, forward-mode, torch.func, vmap, batched) are
+        right, too, by way of all logits at once.
 
     Raises:
         TypeError: a tensor of another dtype, an option that is not a number.
