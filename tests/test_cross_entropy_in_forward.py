@@ -162,8 +162,12 @@ def test_refuses_to_overwrite(backend, device) -> None:
     for leaf in (x, x[:2], x.view(3, 5)):
         with pytest.raises(ValueError, match="overwrite_logits: got input that is a leaf"):
             cross_entropy(leaf, target[: len(leaf)], **options)
-    with pytest.raises(ValueError, match="overwrite_logits: got expanded input"):
-        cross_entropy((x[:1] * 1).expand(3, 5), target, **options)
+    y = x.flatten() * 1
+    for shared in (y[:5].expand(3, 5), y[:3, None].expand(3, 5), *(y.as_strided((3, 5), s) for s in ((1, 1), (4, 1)))):
+        with pytest.raises(ValueError, match="overwrite_logits: got input of strides"):
+            cross_entropy(shared, target, **options)
+    for rows, strides in ((2, (1, 3)), (3, (5, 1)), (1, (1, 1))):
+        cross_entropy((x.flatten() * 1).as_strided((rows, 5), strides), target[:rows], **options)
     with pytest.raises(ValueError, match=r"overwrite_logits: got input of shape \(3, 5, 1\)"):
         cross_entropy(x[..., None] * 1, target[:, None], **options)
     with pytest.raises(ValueError, match="overwrite_logits: needs grad_in_forward=True"):

@@ -17,10 +17,19 @@ AUTOCAST = ("keep", "torch")
 
 def floating(name: str, value: object) -> Tensor:
     """``value``, if it is a real floating tensor the kernels serve."""
+    x = dense(name, value)
+    if x.dtype not in backends.DTYPES:
+        raise TypeError(f"{name}: got dtype {x.dtype}, needs float16, bfloat16, float32 or float64")
+    return x
+
+
+def dense(name: str, value: object) -> Tensor:
+    """``value``, if it is a tensor with strides."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, needs a Tensor")
-    if value.dtype not in backends.DTYPES:
-        raise TypeError(f"{name}: got dtype {value.dtype}, needs float16, bfloat16, float32 or float64")
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(f"{name}: got {layout}, needs a dense tensor")
     return value
 
 
@@ -30,10 +39,18 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def number(name: str, value: object, fits: Callable[[float], bool], needed: str) -> None:
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: got {type(value).__name__}, needs a number")
     if not fits(value):
         raise ValueError(f"{name}: got {value}, needs {needed}")
+
+
+def integer(name: str, value: object, least: int) -> None:
+    """From ``least`` to the largest that the ops take."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {type(value).__name__}, needs an int")
+    if not least <= value < 2**63:
+        raise ValueError(f"{name}: got {value}, needs {least} to 2^63 - 1")
 
 
 def autocasts(x: Tensor) -> bool:
