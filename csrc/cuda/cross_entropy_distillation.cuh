@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kRowThreads<T>, 2) distillation_forward_kernel
   if (__syncthreads_or(small)) {
     const DistillationTerms<A> terms(sums, inverse);
     A terms_sum[1] = {0};
-    Walk<V>(logits, small ? classes : 0, thread, a.threads).template batches<2>([&](auto batch) {
+    Walk<V>(logits, small ? classes : 0, thread, a.threads).template batches<1>([&](auto batch) {
       constexpr int N = batch.N, P = batch.P;
       Pack<T, N> student_packs[P], teacher_packs[P];
       batch.load(logits, student_packs);
