@@ -26,7 +26,7 @@ def exact_distillation(dloss, logits, teacher, temperature):
     return loss.detach(), gradient, (log_p.exp() + log_t.exp()).detach()
 
 
-@pytest.mark.parametrize("temperature", (1.0, 2.5, 0.5))
+@pytest.mark.parametrize("temperature", (1.0, *(pytest.param(t, marks=pytest.mark.exhaustive) for t in (2.5, 0.5))))
 def test_distillation(backend, device, temperature) -> None:
     for dtype, width in itertools.product(dtypes_of(backend), (1, 2, 7, 64, 1025, 4096, 50_257)):
         logits, teacher = (2 * random(2, 3, width)).to(device, dtype)
@@ -122,6 +122,7 @@ def test_distillation_layouts(backend, device) -> None:
             torch.testing.assert_close(actual, value, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.exhaustive
 def test_opcheck(backend, device) -> None:
     logits, teacher = random(2, 3, 16).to(device)
     torch.library.opcheck(ops.op(backend, "distillation_forward"), (logits, teacher, 2.0))
