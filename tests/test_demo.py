@@ -15,8 +15,8 @@ from rich.console import Console
 
 import memkern
 from memkern import demo
-from memkern.functional import linear_cross_entropy_autograd as chunks
 from memkern.__main__ import main
+from memkern.functional import linear_cross_entropy_autograd as chunks
 
 CPU = torch.device("cpu")
 TINY = replace(demo.ON_CPU, layers=2, width=32, heads=2, context=16, batch=8, steps=30, learning_rate=1e-2)
