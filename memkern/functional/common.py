@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,9 +72,17 @@ def torch_dtype(function: Callable[..., Tensor], x: Tensor, *arguments: Any) -> 
     return function(x.new_empty(0, 1), *arguments).dtype
 
 
+class _Positional(inspect.Signature):
+    """Of a function that is only called with all its arguments, by position: binding them is to name them."""
+
+    def bind(self, *arguments: Any) -> Any:  # type: ignore[override]
+        return SimpleNamespace(args=arguments, kwargs={}, apply_defaults=lambda: None)
+
+
 def signature_read_once(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the forward of a Function: ``apply`` takes some 13 us to read its signature at every call."""
-    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    """For the forward of a Function: ``apply`` takes some 20 us to read its signature and bind to it at every call."""
+    signature = inspect.signature(forward)
+    forward.__signature__ = _Positional(list(signature.parameters.values()))  # type: ignore[attr-defined]
     return forward
 
 

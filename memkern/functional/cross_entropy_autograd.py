@@ -252,6 +252,8 @@ class GradientInForward(Function):
 def times_rows_(x: Tensor, factors: Tensor) -> Tensor:
     """x times the factor of each row, over x; in slices, since on the CPU PyTorch multiplies a wider copy."""
     rows = max(1, 2**22 // max(1, x.shape[1]))
+    if x.shape[0] <= rows:
+        return x.mul_(factors[:, None])
     for some, factor in zip(x.split(rows), factors.split(rows), strict=True):
         some.mul_(factor[:, None])
     return x

@@ -31,7 +31,7 @@ class Rows:
 
 def flat(x: Tensor) -> Tensor:
     """(..., n) as (rows, n), also where n is 0."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def target_rows(
@@ -53,7 +53,8 @@ def target_rows(
             f" of shape {tuple(shape)} or floating probabilities of shape {tuple(with_classes)}"
         )
     if not probable:
-        return target.reshape(-1).long()
+        target = target if target.dim() == 1 else target.reshape(-1)
+        return target if target.dtype == torch.int64 else target.long()
     wide = torch.promote_types(dtype, torch.float32)
     return flat((target if target.dtype in (dtype, wide) else target.to(wide)).movedim(dim, -1))
 

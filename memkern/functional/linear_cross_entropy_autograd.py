@@ -119,10 +119,12 @@ def _run(
                     scale, undo = scale * factor, 1 / factor
                 plan.loss.backward_(scale, logits, targets, class_weight, saved)
                 gradients.add(start, logits, h, w, undo)
-        if lse is None:
-            empty = hidden.new_empty(0, dtype=ops.computed_in(hidden))
-            return torch.cat([empty, *losses]), torch.cat([empty, *lses]), gradients
-        return lse, lse, gradients
+        if lse is not None:
+            return lse, lse, gradients
+        if len(losses) == 1:
+            return losses[0], lses[0], gradients
+        empty = hidden.new_empty(0, dtype=ops.computed_in(hidden))
+        return torch.cat([empty, *losses]), torch.cat([empty, *lses]), gradients
 
 
 # A compiler that traced the loop of _run would unroll it, and so fix the number of tokens: it sees one op.
