@@ -118,7 +118,8 @@ def distillation_loss(
 
     Hinton, Vinyals & Dean 2015, arXiv:1503.02531; the square keeps the gradients' size. Equal to ``temperature^2``
     times ``torch.nn.functional.kl_div`` of both log-softmaxes, none of which is kept: backward needs both logits and
-    8 bytes a row. Arithmetic is fp32 (fp64 for fp64).
+    8 bytes a row. Arithmetic is fp32 (fp64 for fp64). Both logits are read once, and those of rows whose divergence is
+    below 1/4 nat once more: it is then summed in a form that does not cancel, and is never below 0.
 
     Args:
         student, teacher: logits (..., C), any strides; float16, bfloat16, float32 or float64, promoted to one dtype.

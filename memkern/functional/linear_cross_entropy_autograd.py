@@ -68,7 +68,10 @@ class Gradients:
         """The part of a chunk of tokens that begins at ``start``; ``undo``: what its g is to be multiplied by."""
         if self.hidden is not None:
             part = self.hidden[start : start + len(g)]
-            part.copy_(_product(g, weight) if undo is None else _product(g, weight) * undo)
+            if undo is None:
+                torch.mm(g, weight, out=part)
+            else:
+                torch.mul(_product(g, weight), undo, out=part)
         if self.weight is not None:
             _add_product(self.weight, g, hidden, undo)
         if self.bias is not None:
@@ -216,6 +219,8 @@ def _times(gradient: Tensor, factor: Tensor, keep: bool) -> Tensor:
     """
     if keep:
         return (gradient * factor.reshape((1,) * gradient.dim())).to(gradient.dtype)
+    if gradient.dtype == factor.dtype:
+        return gradient.data.mul_(factor)
     rows = gradient.data if gradient.dim() == 2 else gradient.data[:, None]
     times_rows_(rows, factor.expand(len(rows)))
     return gradient.data
