@@ -13,8 +13,7 @@ OTHER_TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
-OP_TESTS := $(patsubst csrc/cuda/%.cu,tests/test_%.py,$(wildcard csrc/cuda/*.cu)) \
-  tests/test_softmax_masks.py tests/test_softmax_dropout.py
+OP_TESTS = $(shell $(PYTHON) tests/op_tests.py)
 SOURCES := setup.py $(wildcard csrc/*.h csrc/*/*)
 
 # The CUDA compiler from PyPI, for machines without the toolkit. The four parts must be of one version.

@@ -85,9 +85,9 @@ def under_autocast(case: Case, function: Function) -> Function:
     return call
 
 
-def _distillation(student: Tensor, teacher: Tensor) -> Tensor:
+def _distillation(student: Tensor, teacher: Tensor, kl_div: Function = F.kl_div) -> Tensor:
     student, teacher = (F.log_softmax(t.float() / TEMPERATURE, -1) for t in (student, teacher))
-    return TEMPERATURE**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+    return TEMPERATURE**2 * kl_div(student, teacher, reduction="batchmean", log_target=True)
 
 
 def _chain(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -110,12 +110,36 @@ def fused(case: Case) -> Function:
     return under_autocast(case, functions[case.form])
 
 
-def liger(case: Case) -> Function:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+class _OverOwn(torch.autograd.Function):
+    """``own``, with the gradient of x."""
 
-    if case.form == "linear":
-        return under_autocast(case, liger_fused_linear_cross_entropy)
-    raise NotImplementedError("liger-kernel writes the gradient over the logits, which the next call still needs")
+    @staticmethod
+    def forward(ctx, x: Tensor, own: Tensor) -> Tensor:
+        return own.detach()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+def liger(case: Case) -> Function:
+    """Its cross-entropy writes the gradient over the logits: it has a copy of them, made in its first call."""
+    from liger_kernel.transformers import functional
+
+    own: dict[int, Tensor] = {}
+
+    def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+        if logits.data_ptr() not in own:
+            own[logits.data_ptr()] = logits.detach().clone()
+        return functional.liger_cross_entropy(_OverOwn.apply(logits, own[logits.data_ptr()]), target)
+
+    functions = {
+        "cross-entropy": cross_entropy,
+        # Of log-softmaxes: it has no loss of the logits of a student and a teacher.
+        "distillation": functools.partial(_distillation, kl_div=functional.liger_kl_div),
+        "linear": functional.liger_fused_linear_cross_entropy,
+    }
+    return under_autocast(case, functions[case.form])
 
 
 FAMILY = Family(

@@ -209,6 +209,7 @@ struct CrossEntropySums {
 
 // Of logits x and teacher y, both before the division by temperature:
 //   KL = sum_c q_c (log q_c - log p_c) = cross / teacher_sum - log teacher_sum + log sum
+// where the second form cancels once KL is small: see DistillationTerms.
 template <class A>
 struct DistillationSums {
   A max = -A(INFINITY), teacher_max = -A(INFINITY);
@@ -236,6 +237,38 @@ struct DistillationSums {
   MK_HD A lse(A inverse_temperature) const { return max * inverse_temperature + std::log(sum); }
   MK_HD A teacher_lse(A inverse_temperature) const { return teacher_max * inverse_temperature + std::log(teacher_sum); }
   MK_HD A loss() const { return cross / teacher_sum - std::log(teacher_sum) + std::log(sum); }
+};
+
+// Rows whose KL, by the form above, is below this are summed up again, by terms.
+constexpr float kSmallDivergence = 0.25f;
+
+// exp(-u) - (1 - u), which is at least 0, for |u| < 1/2: its series.
+template <class A>
+MK_HD A above_tangent(A u) {
+  constexpr int most = sizeof(A) == 8 ? 16 : 8;
+  A sum = 1;
+#pragma unroll
+  for (int k = most; k > 2; --k) sum = 1 - u * (1 / A(k)) * sum;
+  return u * u * A(0.5) * sum;
+}
+
+// KL once both sums are known: with u_c = log q_c - log p_c,
+//   KL = sum_c q_c u_c + (p_c - q_c) = sum_c q_c (exp(-u_c) - 1 + u_c)
+// where no term is below 0. All u_c have the error of `balance`, which so counts by its square.
+template <class A>
+struct DistillationTerms {
+  A inverse_temperature, balance, ratio;
+
+  MK_HD DistillationTerms(const DistillationSums<A>& sums, A inverse_temperature)
+      : inverse_temperature(inverse_temperature), ratio(sums.teacher_sum / sums.sum) {
+    balance = (sums.teacher_max - sums.max) * inverse_temperature + std::log(ratio);
+  }
+  // teacher_sum times the term of a class, from what DistillationSums adds. KL is finite, and so is y - x, or e is 0.
+  MK_HD A of(A x, A e, A teacher, A teacher_e) const {
+    const A u = (teacher - x) * inverse_temperature - balance, e_q = e * ratio;
+    const A term = std::fabs(u) < A(0.5) ? teacher_e * above_tangent(u) : (e_q - teacher_e) + teacher_e * u;
+    return teacher_e > 0 ? term : e_q;
+  }
 };
 
 }  // namespace memkern

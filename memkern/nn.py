@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from memkern import functional
-from memkern.functional.common import AUTOCAST, one_of
+from memkern.functional.common import AUTOCAST, floating, one_of
+from memkern.functional.cross_entropy import check_overwrite
 from memkern.functional.cross_entropy_rows import Options
 from memkern.functional.gelu import GELU_FORMS
+from memkern.functional.linear_cross_entropy import check_chunk
 from memkern.functional.norm import check_eps
 from memkern.functional.softmax import check_options
 
@@ -212,6 +214,12 @@ class ScaledMaskedSoftmax(torch.nn.Module):
         return functional.scaled_masked_softmax(input, mask, dropout=dropout, **options)
 
 
+def _not_default(module: torch.nn.Module, *names: str) -> list[str]:
+    """``name=value`` of the options that are not those of the module's class."""
+    given = {name: getattr(module, name) for name in names}
+    return [f"{name}={value}" for name, value in given.items() if value != getattr(type(module), name)]
+
+
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """``torch.nn.CrossEntropyLoss`` on the fused kernels; see :func:`memkern.functional.cross_entropy`.
 
@@ -244,8 +252,12 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     ) -> None:
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         Options(weight, ignore_index, self.reduction, label_smoothing, z_loss, softcap).check()
+        check_overwrite(overwrite_logits, grad_in_forward)
         self.z_loss, self.softcap = z_loss, softcap
         self.grad_in_forward, self.overwrite_logits = grad_in_forward, overwrite_logits
+
+    def extra_repr(self) -> str:
+        return ", ".join(_not_default(self, "z_loss", "softcap", "grad_in_forward", "overwrite_logits"))
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         names = ("weight", "ignore_index", "reduction", "label_smoothing", "z_loss", "softcap")
@@ -260,6 +272,7 @@ if hasattr(torch.nn, "LinearCrossEntropyLoss"):  # PyTorch 2.14 has it
 
         Args:
             out_features: with any, all logits are made at once, and then :func:`memkern.functional.cross_entropy`.
+                The input is then (N, in_features); else (..., in_features), of which PyTorch takes up to 2 dimensions.
             options: PyTorch's way of chunking, not used; ``chunk_tokens`` is.
             z_loss, softcap, chunk_tokens: as there. The others are PyTorch's.
 
@@ -282,16 +295,24 @@ if hasattr(torch.nn, "LinearCrossEntropyLoss"):  # PyTorch 2.14 has it
             **others: Any,
         ) -> None:
             super().__init__(in_features, num_classes, **others)
-            Options(None, -100, self.reduction, self.label_smoothing, z_loss, softcap).check()
+            ignored = -100 if self.ignore_index is None else self.ignore_index
+            Options(None, ignored, self.reduction, self.label_smoothing, z_loss, softcap).check()
+            check_chunk(chunk_tokens)
             self.z_loss, self.softcap, self.chunk_tokens = z_loss, softcap, chunk_tokens
+
+        def extra_repr(self) -> str:
+            return ", ".join([super().extra_repr(), *_not_default(self, "z_loss", "softcap", "chunk_tokens")])
 
         def forward(self, input: Tensor, target: Tensor) -> Tensor:
             options = {name: getattr(self, name) for name in ("reduction", "label_smoothing", "z_loss", "softcap")}
             options["ignore_index"] = -100 if self.ignore_index is None else self.ignore_index
             weight, bias = self.linear.weight, self.linear.bias
             if self.out_features:
+                shape, features = tuple(floating("input", input).shape), self.linear.in_features
+                if len(shape) != 2 or shape[1] != features:
+                    raise ValueError(f"input: got shape {shape}, with out_features needs (N, {features})")
                 logits = torch.nn.functional.linear(input, weight, bias)
-                logits = logits.reshape(*input.shape[:-1], self.num_classes, *self.out_features)
+                logits = logits.reshape(shape[0], self.num_classes, *self.out_features)
                 return functional.cross_entropy(logits, target, self.weight, **options)
             options |= {"class_weight": self.weight, "chunk_tokens": self.chunk_tokens}
             return functional.linear_cross_entropy(input, weight, target, bias, **options)

@@ -3,7 +3,8 @@
 An op exists once per backend, under the same name and schema, in a namespace of its own:
 ``torch.ops.memkern_cuda.gelu_forward``, ``torch.ops.memkern_cpu.gelu_forward`` and so on. The native
 libraries only add kernels to what is defined here. Ops have no autograd of their own: gradients come
-from the Functions in ``functional/``, which also check the arguments.
+from the Functions in ``functional/``, which also check the arguments. (``memkern::linear_cross_entropy``, which a
+compiler sees in place of a loop over these, is in ``functional/linear_cross_entropy_autograd.py``.)
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ SCHEMAS = {
         "(Tensor dloss, Tensor(a!) logits, Tensor lse, Tensor target, Tensor? weight, int ignore_index,"
         " float label_smoothing, float z_loss, float softcap) -> ()"
     ),
-    # Of each row, KL(softmax(teacher / temperature) || softmax(logits / temperature)), and both log-sum-exps.
+    # Of each row, KL(softmax(teacher / temperature) || softmax(logits / temperature)), which is at least 0, and both
+    # log-sum-exps.
     "distillation_forward": (
         "(Tensor logits, Tensor teacher, float temperature) -> (Tensor loss, Tensor lse, Tensor teacher_lse)"
     ),

@@ -119,7 +119,9 @@ def given(options: dict, width: int, device: str) -> tuple:
 DEFAULTS = {"ignore_index": IGNORED, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": 0.0}
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options", [pytest.param(o, marks=() if o in ("plain", "all") else pytest.mark.exhaustive) for o in OPTIONS]
+)
 @pytest.mark.parametrize("kind", ("classes", "probabilities", "fp32 probabilities"))
 def test_every_option(backend, device, options, kind) -> None:
     for dtype, width in itertools.product(dtypes_of(backend), (5, 64, 1027, 9000)):
@@ -347,6 +349,7 @@ def test_runs_repeat_and_threads_do_not_matter(backend, device) -> None:
     assert torch.equal(loss, results[0][0][7:8])
 
 
+@pytest.mark.exhaustive
 def test_opcheck(backend, device) -> None:
     for dtype, width in ((torch.float32, 5), (torch.float16, 16)):
         logits, weight = random(3, width).to(device, dtype), torch.ones(width, device=device)

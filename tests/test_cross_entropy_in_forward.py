@@ -76,6 +76,8 @@ def test_headroom(backend, device) -> None:
     scale = headroom(bounds)
     assert (torch.frexp(scale).mantissa == 0.5).all()
     assert ((bounds * scale > 2**13 - 1) & (bounds * scale <= 2**14)).all()
+    with_others = torch.cat([bounds, torch.tensor([torch.nan, torch.inf, 0.0, 1e-42], device=device)])
+    assert headroom(with_others).isfinite().all() and headroom(with_others).amin() == scale.amin()
     x, target = (50 * random(4, 30)).to(device, torch.float16).requires_grad_(), classes_of(4, 30).to(device)
     weight = 1e4 * (0.5 + random(30, seed=2).abs()).to(device)
     for q in (target, 40 * random(4, 30, seed=1).softmax(1).to(device)):
@@ -87,7 +89,39 @@ def test_headroom(backend, device) -> None:
         assert found.isfinite().all()
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-7)
     plan = CrossEntropy(-100, 0.0, 0.0, 0.0, backend)
-    assert plan.bound(target, None, torch.ones(4, device=device)).tolist() == [1.0] * 4
+    for lse in (torch.ones(4, device=device), torch.full((4,), torch.nan, device=device)):
+        assert plan.bound(target, None, lse).tolist() == [1.0] * 4
+
+
+@BOTH
+def test_batched_gradients(backend, device, overwrite) -> None:
+    """Each as if it were alone; the one pass that there may be is still to come."""
+    for dtype in dtypes_of(backend):
+        x, target = random(4, 6).to(device, dtype).requires_grad_(), classes_of(4, 6).to(device)
+        options = {"grad_in_forward": True, "overwrite_logits": overwrite, "reduction": "none"}
+        several, logits = torch.eye(4, device=device, dtype=dtype), x * 1
+        (expected,) = torch.autograd.grad(cross_entropy(x, target, reduction="none"), x, several, is_grads_batched=True)
+        loss = cross_entropy(logits, target, **options)
+        (found,) = torch.autograd.grad(loss, x, several, is_grads_batched=True, retain_graph=True)
+        torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+        torch.testing.assert_close(torch.autograd.grad(loss, x, several[2])[0], found[2])
+
+
+def test_no_classes(backend, device) -> None:
+    for dtype in dtypes_of(backend):
+        x, ignored = torch.ones(3, 0, device=device, dtype=dtype).requires_grad_(), torch.full((3,), -100).to(device)
+        options = {"weight": torch.ones(0, device=device), "grad_in_forward": True}
+        loss = cross_entropy(x, ignored, reduction="sum", **options)
+        loss.backward()
+        assert loss == 0 and x.grad.shape == (3, 0)
+
+
+def test_torch_func_is_refused(backend, device) -> None:
+    x, target = random(2, 3, 5).to(device), classes_of(3, 5).to(device)
+    gradient = torch.func.grad(lambda x: cross_entropy(x, target, grad_in_forward=True))
+    for call in (lambda: gradient(x[0]), lambda: torch.vmap(gradient)(x)):
+        with pytest.raises(RuntimeError, match="grad_in_forward: got True under torch.func"):
+            call()
 
 
 @BOTH
@@ -128,8 +162,12 @@ def test_refuses_to_overwrite(backend, device) -> None:
     for leaf in (x, x[:2], x.view(3, 5)):
         with pytest.raises(ValueError, match="overwrite_logits: got input that is a leaf"):
             cross_entropy(leaf, target[: len(leaf)], **options)
-    with pytest.raises(ValueError, match="overwrite_logits: got expanded input"):
-        cross_entropy((x[:1] * 1).expand(3, 5), target, **options)
+    y = x.flatten() * 1
+    for shared in (y[:5].expand(3, 5), y[:3, None].expand(3, 5), *(y.as_strided((3, 5), s) for s in ((1, 1), (4, 1)))):
+        with pytest.raises(ValueError, match="overwrite_logits: got input of strides"):
+            cross_entropy(shared, target, **options)
+    for rows, strides in ((2, (1, 3)), (3, (5, 1)), (1, (1, 1))):
+        cross_entropy((x.flatten() * 1).as_strided((rows, 5), strides), target[:rows], **options)
     with pytest.raises(ValueError, match=r"overwrite_logits: got input of shape \(3, 5, 1\)"):
         cross_entropy(x[..., None] * 1, target[:, None], **options)
     with pytest.raises(ValueError, match="overwrite_logits: needs grad_in_forward=True"):

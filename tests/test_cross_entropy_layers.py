@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import re
 
 import pytest
 import torch
@@ -62,15 +63,20 @@ def test_in_place_of_torchs(backend, device, shape, kind, reduction) -> None:
 
 
 def test_what_torch_gives_where_nothing_counts(backend, device) -> None:
-    """pytorch's contract: NaN for a mean, 0 for a sum; the gradient is 0."""
+    """PyTorch's contract: NaN for a mean, 0 for a sum; the gradient is 0."""
     x = random(3, 5).to(device).requires_grad_()
     ignored = torch.full((3,), -100, device=device)
     for weight, smoothing in itertools.product((None, torch.ones(5, device=device)), (0.0, 0.1)):
         options = {"weight": weight, "label_smoothing": smoothing}
         assert cross_entropy(x, ignored, **options).isnan() and cross_entropy(x[:0], ignored[:0], **options).isnan()
         assert cross_entropy(x, ignored, reduction="sum", **options) == 0
-        (gradient,) = torch.autograd.grad(cross_entropy(x, ignored, **options), x)
-        assert (gradient == 0).all()
+        for in_forward in (False, True):
+            (gradient,) = torch.autograd.grad(cross_entropy(x, ignored, grad_in_forward=in_forward, **options), x)
+            assert (gradient == 0).all()
+    options = {"weight": torch.zeros(5, device=device)}  # classes count and weigh nothing: 0 / 0 both
+    for f in (cross_entropy, F.cross_entropy):
+        loss = f(x, ignored + 102, **options)
+        assert loss.isnan() and torch.autograd.grad(loss, x)[0].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -260,6 +266,7 @@ def test_modules_are_drop_ins(backend, device) -> None:
         for twin in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
             torch.testing.assert_close(twin(x, target), model(x, target))
     layer = memkern.nn.CrossEntropyLoss(**OPTIONS, grad_in_forward=True)
+    assert repr(layer) == "CrossEntropyLoss(z_loss=0.3, softcap=4.0, grad_in_forward=True)"
     assert torch.equal(layer(x, target), cross_entropy(x, target, **OPTIONS))
 
 
@@ -270,6 +277,11 @@ def test_bad_tensors(backend, device) -> None:
             cross_entropy(value, target)
     with pytest.raises(ValueError, match="input: got no dimension"):
         cross_entropy(x[0, 0], target[0])
+    nested, sparse = torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged), x.to_sparse()
+    for value, what in ((nested, "a nested tensor"), (sparse, "layout torch.sparse_coo")):
+        for name, tensors in (("input", (value, target)), ("target", (x, value)), ("weight", (x, target, value))):
+            with pytest.raises(TypeError, match=f"{name}: got {what}, needs a dense tensor"):
+                cross_entropy(*tensors)
     for value, what in ((None, "NoneType"), (target.int(), "dtype torch.int32"), (target > 2, "dtype torch.bool")):
         with pytest.raises(TypeError, match=f"target: got {what}"):
             cross_entropy(x, value)
@@ -303,16 +315,22 @@ def test_bad_options(backend, device) -> None:
     for function in (lambda **options: cross_entropy(x, target, **options), memkern.nn.CrossEntropyLoss):
         with pytest.raises(ValueError, match="reduction: got 'average', needs 'none' or 'mean' or 'sum'"):
             function(reduction="average")
-        for name, bad in (("label_smoothing", 1.5), ("label_smoothing", -0.1), ("z_loss", -1.0), ("softcap", 0.0)):
-            with pytest.raises(ValueError, match=f"{name}: got {bad}, needs"):
+        for name, bad in (
+            ("label_smoothing", 1.5), ("label_smoothing", -0.1), ("z_loss", -1.0), ("z_loss", 1e39), ("softcap", 0.0),
+            ("softcap", 1e-46), ("softcap", 1e39), ("ignore_index", 2**70), ("ignore_index", -(2**70)),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=re.escape(f"{name}: got {bad}, needs")):
                 function(**{name: bad})
         for name in ("label_smoothing", "z_loss", "softcap"):
             with pytest.raises(ValueError, match=f"{name}: got nan, needs"):
                 function(**{name: float("nan")})
             with pytest.raises(TypeError, match=f"{name}: got str, needs a number"):
                 function(**{name: "1"})
-        with pytest.raises(TypeError, match="ignore_index: got float"):
-            function(ignore_index=1.0)
+        for bad in (1.0, True):
+            with pytest.raises(TypeError, match=f"ignore_index: got {type(bad).__name__}"):
+                function(ignore_index=bad)
+        with pytest.raises(ValueError, match="overwrite_logits: needs grad_in_forward=True"):
+            function(overwrite_logits=True)
     with pytest.raises(ValueError, match="ignore_index: got 2, which does not go with probabilities"):
         cross_entropy(x, x.softmax(1), ignore_index=2)
 
@@ -327,7 +345,7 @@ def test_bad_distillation(backend, device) -> None:
         distillation_loss(x, [0.0])
     with pytest.raises(ValueError, match="student: got no dimension"):
         distillation_loss(x[0, 0], x[0, 0])
-    for temperature in (0.0, -1.0, float("nan"), float("inf")):
+    for temperature in (0.0, -1.0, 1e-320, 1e30, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="temperature: got"):
             distillation_loss(x, x, temperature)
     with pytest.raises(ValueError, match="reduction: got 'average'"):

@@ -16,6 +16,7 @@ from rich.console import Console
 import memkern
 from memkern import demo
 from memkern.__main__ import main
+from memkern.functional import linear_cross_entropy_autograd as chunks
 
 CPU = torch.device("cpu")
 TINY = replace(demo.ON_CPU, layers=2, width=32, heads=2, context=16, batch=8, steps=30, learning_rate=1e-2)
@@ -204,6 +205,15 @@ def test_step_is_adamw_on_the_mean_loss_of_the_next_byte():
         loss.backward()
         optimizer.step()
         assert training.losses[-1] == pytest.approx(loss.item(), rel=1e-4)
+
+
+def test_memkerns_loss_is_linear_cross_entropy(monkeypatch):
+    calls = []
+    run = chunks._run
+    monkeypatch.setattr(chunks, "_run", lambda *arguments: calls.append(arguments) or run(*arguments))
+    for parts, expected in ((demo.PYTORCH, 0), (demo.MEMKERN, 1)):
+        tiny_training(parts).step(demo.Batches(TINY, CPU, 0).next())
+        assert len(calls) == expected
 
 
 def test_model_is_causal():

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import memkern
 from memkern import ops
+from memkern.functional import distillation_loss
 from tests.layouts import LAYOUTS, laid_out
 from tests.norm_cases import HALVES, dtypes_of
 from tests.test_cross_entropy import random
@@ -24,7 +26,7 @@ def exact_distillation(dloss, logits, teacher, temperature):
     return loss.detach(), gradient, (log_p.exp() + log_t.exp()).detach()
 
 
-@pytest.mark.parametrize("temperature", (1.0, 2.5, 0.5))
+@pytest.mark.parametrize("temperature", (1.0, *(pytest.param(t, marks=pytest.mark.exhaustive) for t in (2.5, 0.5))))
 def test_distillation(backend, device, temperature) -> None:
     for dtype, width in itertools.product(dtypes_of(backend), (1, 2, 7, 64, 1025, 4096, 50_257)):
         logits, teacher = (2 * random(2, 3, width)).to(device, dtype)
@@ -42,6 +44,52 @@ def test_distillation(backend, device, temperature) -> None:
         allowed = allowed + 4 * eps * (1 + scale) * p * dloss.cpu().double().abs()[:, None] / temperature
         error = (dlogits.cpu().double() - gradient).abs()
         assert (error <= allowed).all(), f"dlogits: {(error / allowed).max():.2f} of what is allowed at {width}"
+
+
+def assert_as_exact(loss, logits, teacher, temperature):
+    """Not below 0, and off by no more than what the rounding of the differences and of the log-sum-exps leaves."""
+    rows = [t.cpu().double() / temperature for t in (logits, teacher)]
+    p, q = (F.log_softmax(t, 1) for t in rows)
+    expected = (q.exp() * (torch.expm1(p - q) - (p - q))).sum(1)
+    eps, apart = torch.finfo(loss.dtype).eps, (rows[0] - rows[1]).abs().amax(1)
+    apart = apart + (16 if loss.dtype == torch.float64 else 0)  # what it is compared with is as inexact
+    allowed = 16 * eps * expected + 4 * eps * apart * expected.sqrt() + (16 * eps * (1 + apart)) ** 2
+    assert (loss >= 0).all()
+    error = (loss.cpu().double() - expected).abs() / allowed
+    assert error.max() <= 1, f"{error.max():.2f} of what is allowed"
+
+
+@pytest.mark.parametrize("noise", (0.0, 1e-6, 1e-5, 1e-4, 1e-2, 0.3, 0.7))
+def test_nearly_equal_logits(backend, device, noise) -> None:
+    """Where log q - log p cancels; also beside a constant, which changes nothing, and classes that are ruled out."""
+    for rows, width, offset in ((40, 7, 0.0), (20, 500, 3.0), (2, 5000, 0.0), (1, 50_257, -5.0)):
+        teacher = 3 * random(rows, width)
+        logits = teacher + noise * random(rows, width, seed=1) + offset
+        assert_as_exact(
+            ops.op(backend, "distillation_forward")(logits.to(device), teacher.to(device), 1.0)[0], logits, teacher, 1.0
+        )
+    logits[:, ::3] = teacher[:, ::3] = -torch.inf
+    kept = [i for i in range(width) if i % 3]
+    loss = ops.op(backend, "distillation_forward")(logits.to(device), teacher.to(device), 1.0)[0]
+    assert_as_exact(loss, logits[:, kept], teacher[:, kept], 1.0)
+
+
+@pytest.mark.parametrize("temperature", (30.0, 1e4))
+def test_high_temperatures(backend, device, temperature) -> None:
+    """Which bring all logits close; two rows in three of a block are not."""
+    for dtype, width in itertools.product(dtypes_of(backend), (7, 1000, 5000)):
+        logits, teacher = (3 * random(2, 6, width)).to(device, dtype)
+        logits[::3, 0] = min(60 * temperature, 6e4)
+        loss = ops.op(backend, "distillation_forward")(logits, teacher, temperature)[0]
+        assert_as_exact(loss, logits, teacher, temperature)
+
+
+def test_a_small_loss_reaches_the_user(backend, device) -> None:
+    """temperature^2 times it, at 1e4: PyTorch in fp32 is off by a fifth."""
+    student, teacher = (random(2, 8, 2000) * 4).to(device).unbind()
+    with memkern.backend("reference"):
+        expected = distillation_loss(student.double().cpu(), teacher.double().cpu(), 1e4)
+    torch.testing.assert_close(distillation_loss(student, teacher, 1e4).cpu().double(), expected, rtol=1e-4, atol=0)
 
 
 def test_distillation_of_logits_that_are_infinite(backend, device) -> None:
@@ -74,6 +122,7 @@ def test_distillation_layouts(backend, device) -> None:
             torch.testing.assert_close(actual, value, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.exhaustive
 def test_opcheck(backend, device) -> None:
     logits, teacher = random(2, 3, 16).to(device)
     torch.library.opcheck(ops.op(backend, "distillation_forward"), (logits, teacher, 2.0))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests import emulator
+from tests.op_tests import FAMILIES, op_tests
 
 ROOT = Path(__file__).parents[1]
 BLOCK = 64  # kThreads in planted.cu
@@ -293,16 +294,11 @@ def test_sanitizers_are_silent_about_the_twins(kind: str, kernel: str) -> None:
     assert planted_reports(kind)[kernel, 0] == f"{kernel} 0\nexit status 0\n"
 
 
-FAMILIES = sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
-# Op tests that are not in tests/test_<family>.py.
-MORE_OP_TESTS = {"softmax": ("tests/test_softmax_masks.py", "tests/test_softmax_dropout.py")}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_op_tests_under_sanitizers(kind: str, family: str) -> None:
     """All of the family's tests but the exhaustive ones, on the emulated backend."""
     done = run_python(
-        kind, "-m", "pytest", f"tests/test_{family}.py", *MORE_OP_TESTS.get(family, ()), "--backends", "emulated",
+        kind, "-m", "pytest", *op_tests(family), "--backends", "emulated",
         "-k", "emulated", "-m", "not exhaustive", "-q", "-x", "-p", "no:cacheprovider",
     )
     assert done.returncode == 0, done.stdout[-5000:]

@@ -282,6 +282,11 @@ MEMKERN_CLONES void divergences(const Distillation<T>& a, acc_t<T>* loss, acc_t<
     sums.teacher_sum = sum_of(teacher_e, n);
     sums.cross = sum_of(cross, n);
     loss[row] = sums.loss();
+    if (loss[row] < kSmallDivergence) {
+      const DistillationTerms<A> terms(sums, inverse);
+      for (int64_t i = 0; i < n; ++i) cross[i] = terms.of(x[i], e[i], y[i], teacher_e[i]);
+      loss[row] = sum_of(cross, n) / sums.teacher_sum;
+    }
     lse[row] = sums.lse(inverse);
     teacher_lse[row] = sums.teacher_lse(inverse);
   }

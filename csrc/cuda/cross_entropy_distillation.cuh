@@ -1,4 +1,5 @@
-// Distillation on CUDA: forward reads both rows once; backward reads them once and writes the gradient once.
+// Distillation on CUDA: forward reads both rows once, and again, mostly from the cache, where they are nearly alike;
+// backward reads them once and writes the gradient once.
 #pragma once
 
 #include "cross_entropy.cuh"
@@ -71,11 +72,38 @@ __global__ void __launch_bounds__(kRowThreads<T>, 2) distillation_forward_kernel
   sums.raise(max[0], max[1], inverse);
   A totals[3] = {sums.sum, sums.teacher_sum, sums.cross};
   row_sum(totals);
-  if (row >= a.rows || thread != 0) return;
   sums.sum = totals[0];
   sums.teacher_sum = totals[1];
   sums.cross = totals[2];
-  store_one(a.loss + row, sums.loss());
+  A loss = sums.loss();
+  const bool small = row < a.rows && loss < kSmallDivergence;  // NaN is not
+  if (__syncthreads_or(small)) {
+    const DistillationTerms<A> terms(sums, inverse);
+    A terms_sum[1] = {0};
+    Walk<V>(logits, small ? classes : 0, thread, a.threads).template batches<1>([&](auto batch) {
+      constexpr int N = batch.N, P = batch.P;
+      Pack<T, N> student_packs[P], teacher_packs[P];
+      batch.load(logits, student_packs);
+      batch.load(teacher, teacher_packs);
+#pragma unroll
+      for (int p = 0; p < P; ++p) {
+        if (!batch.has(p)) continue;
+        A x[N], y[N];
+        unpack(student_packs[p], x);
+        unpack(teacher_packs[p], y);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const A e = exp_term<T>((x[i] - sums.max) * inverse);
+          const A teacher_e = exp_term<T>((y[i] - sums.teacher_max) * inverse);
+          terms_sum[0] += terms.of(x[i], e, y[i], teacher_e);
+        }
+      }
+    });
+    row_sum(terms_sum);
+    if (small) loss = terms_sum[0] / sums.teacher_sum;
+  }
+  if (row >= a.rows || thread != 0) return;
+  store_one(a.loss + row, loss);
   store_one(a.lse + row, sums.lse(inverse));
   store_one(a.teacher_lse + row, sums.teacher_lse(inverse));
 }

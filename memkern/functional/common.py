@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,10 +18,19 @@ AUTOCAST = ("keep", "torch")
 
 def floating(name: str, value: object) -> Tensor:
     """``value``, if it is a real floating tensor the kernels serve."""
+    x = dense(name, value)
+    if x.dtype not in backends.DTYPES:
+        raise TypeError(f"{name}: got dtype {x.dtype}, needs float16, bfloat16, float32 or float64")
+    return x
+
+
+def dense(name: str, value: object) -> Tensor:
+    """``value``, if it is a tensor with strides."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, needs a Tensor")
-    if value.dtype not in backends.DTYPES:
-        raise TypeError(f"{name}: got dtype {value.dtype}, needs float16, bfloat16, float32 or float64")
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(f"{name}: got {layout}, needs a dense tensor")
     return value
 
 
@@ -30,10 +40,18 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def number(name: str, value: object, fits: Callable[[float], bool], needed: str) -> None:
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: got {type(value).__name__}, needs a number")
     if not fits(value):
         raise ValueError(f"{name}: got {value}, needs {needed}")
+
+
+def integer(name: str, value: object, least: int) -> None:
+    """From ``least`` to the largest that the ops take."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {type(value).__name__}, needs an int")
+    if not least <= value < 2**63:
+        raise ValueError(f"{name}: got {value}, needs {least} to 2^63 - 1")
 
 
 def autocasts(x: Tensor) -> bool:
@@ -54,9 +72,17 @@ def torch_dtype(function: Callable[..., Tensor], x: Tensor, *arguments: Any) -> 
     return function(x.new_empty(0, 1), *arguments).dtype
 
 
+class _Positional(inspect.Signature):
+    """Of a function that is only called with all its arguments, by position: binding them is to name them."""
+
+    def bind(self, *arguments: Any) -> Any:  # type: ignore[override]
+        return SimpleNamespace(args=arguments, kwargs={}, apply_defaults=lambda: None)
+
+
 def signature_read_once(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the forward of a Function: ``apply`` takes some 13 us to read its signature at every call."""
-    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    """For the forward of a Function: ``apply`` takes some 20 us to read its signature and bind to it at every call."""
+    signature = inspect.signature(forward)
+    forward.__signature__ = _Positional(list(signature.parameters.values()))  # type: ignore[attr-defined]
     return forward
 
 
@@ -66,6 +92,14 @@ def batched_together(tensors: Sequence[Any], in_dims: tuple[int | None, ...], si
         None if tensor is None else tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
         for tensor, dim in zip(tensors, in_dims, strict=True)
     )
+
+
+def batched(gradient: Tensor) -> bool:
+    """Whether vmap runs over an incoming gradient (``is_grads_batched``, a vectorised Jacobian)."""
+    if torch.compiler.is_compiling():
+        return False
+    of = torch._C._functorch
+    return of.is_batchedtensor(gradient) or of.is_legacy_batchedtensor(gradient)
 
 
 def of_floating(f: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable[..., Any], list[Tensor]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import _reduction
@@ -48,13 +46,15 @@ def cross_entropy(
         ignore_index: rows of this class have no loss and no gradient, whatever they hold. With probabilities it must
             be negative, and has no effect.
         reduction: ``"mean"``, over the weights of the classes that are not ignored, or over all rows with
-            probabilities (NaN where there are none); ``"sum"``; or ``"none"``. The z-loss is part of a row's loss.
+            probabilities (NaN where there are none, with gradients of 0); ``"sum"``; or ``"none"``. The z-loss is part
+            of a row's loss.
         label_smoothing: 0 to 1.
         z_loss: factor of the z-loss, not negative.
-        softcap: the logits become ``softcap tanh(logits / softcap)`` first (Gemma 2, arXiv:2408.00118); positive.
+        softcap: the logits become ``softcap tanh(logits / softcap)`` first (Gemma 2, arXiv:2408.00118); a positive
+            number that float32 has at its full precision.
         grad_in_forward: make the gradient in the forward pass and save it alone (2 bytes a 16-bit logit), no logits.
-            For one backward pass: a second one raises, and so do second derivatives, torch.func and vmap. Has no
-            effect where nothing needs a gradient, or probabilities or weights do.
+            For one backward pass: a second one raises (but after batched ones, ``is_grads_batched``), and so do second
+            derivatives and torch.func. Has no effect where nothing needs a gradient, or probabilities or weights do.
         overwrite_logits: with ``grad_in_forward``, write that gradient over the logits, so that the loss allocates
             nothing of their size. The logits hold no logits from then on; a backward pass of another operation that
             saved them raises. Has no effect under torch.compile, which plans memory itself.
@@ -65,7 +65,7 @@ def cross_entropy(
     Raises:
         TypeError: a tensor of another dtype, an option that is not a number.
         ValueError: shapes, devices or options that do not go together or are out of range; ``overwrite_logits`` of
-            a leaf that requires a gradient, of expanded memory, or of (N, C, d1, ...).
+            a leaf that requires a gradient, of elements that share memory, or of (N, C, d1, ...).
         IndexError: a class out of range, on the CPU. On a GPU its row's loss and gradient are NaN.
     """
     x = floating("input", input)
@@ -76,13 +76,17 @@ def cross_entropy(
     classes_dim = min(1, x.dim() - 1)
     shape = (*x.shape[:classes_dim], *x.shape[classes_dim + 1 :])
     targets = target_rows(target, x, x.dtype, shape, x.shape, classes_dim)
-    rows = Rows(flat(x.movedim(classes_dim, -1)), targets, x.shape[classes_dim], shape)
+    last = x if classes_dim == x.dim() - 1 else x.movedim(classes_dim, -1)
+    rows = Rows(flat(last), targets, x.shape[classes_dim], shape)
     options = Options(weight, ignore_index, reduction, label_smoothing, z_loss, softcap)
     plan, weight = options.plan(rows), options.weight_for(rows)
+    check_overwrite(overwrite_logits, grad_in_forward)
     if overwrite_logits:
-        _check_overwrite(x, grad_in_forward)
+        _check_overwritten(x)
     in_forward = grad_in_forward and torch.is_grad_enabled() and x.requires_grad
     if in_forward and not targets.requires_grad and (weight is None or not weight.requires_grad):
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError("grad_in_forward: got True under torch.func or vmap, which it does not go with")
         overwrite = overwrite_logits and not torch.compiler.is_compiling()
         loss = GradientInForward.apply(rows.x, targets, weight, plan, overwrite)
     else:
@@ -90,13 +94,19 @@ def cross_entropy(
     return options.reduced(loss, rows).to(loss_dtype(x))
 
 
-def _check_overwrite(x: Tensor, grad_in_forward: bool) -> None:
-    if not grad_in_forward:
+def check_overwrite(overwrite_logits: bool, grad_in_forward: bool) -> None:
+    if overwrite_logits and not grad_in_forward:
         raise ValueError("overwrite_logits: needs grad_in_forward=True, whose gradient it is that is written")
+
+
+def _check_overwritten(x: Tensor) -> None:
     if x.dim() > 2:
         raise ValueError(f"overwrite_logits: got input of shape {tuple(x.shape)}, needs (C) or (N, C)")
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-        raise ValueError("overwrite_logits: got expanded input, of which several elements share memory")
+    reach = 1  # of all elements in the dimensions so far, from the smallest stride on
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride < reach:
+            raise ValueError(f"overwrite_logits: got input of strides {x.stride()}, needs a place for every element")
+        reach = stride * size
     if any(t is not None and t.is_leaf and t.requires_grad for t in (x, x._base)):
         raise ValueError("overwrite_logits: got input that is a leaf (or a view of one) and requires a gradient")
 
@@ -108,12 +118,13 @@ def distillation_loss(
 
     Hinton, Vinyals & Dean 2015, arXiv:1503.02531; the square keeps the gradients' size. Equal to ``temperature^2``
     times ``torch.nn.functional.kl_div`` of both log-softmaxes, none of which is kept: backward needs both logits and
-    8 bytes a row. Arithmetic is fp32 (fp64 for fp64).
+    8 bytes a row. Arithmetic is fp32 (fp64 for fp64). Both logits are read once, and those of rows whose divergence is
+    below 1/4 nat once more: it is then summed in a form that does not cancel, and is never below 0.
 
     Args:
         student, teacher: logits (..., C), any strides; float16, bfloat16, float32 or float64, promoted to one dtype.
             Gradients flow to the teacher, too, where it requires them (through plain PyTorch).
-        temperature: positive.
+        temperature: 1e-18 to 1e18 (float32 has its square, too).
         reduction: ``"batchmean"`` divides the sum by the size of the first dimension, as PyTorch does; ``"mean"`` by
             the number of rows (PyTorch: of elements); ``"sum"``; ``"none"``: (...).
 
@@ -130,7 +141,7 @@ def distillation_loss(
     for what in ("shape", "device"):
         if getattr(x, what) != getattr(other, what):
             raise ValueError(f"teacher: got {what} {getattr(other, what)}, needs that of student, {getattr(x, what)}")
-    number("temperature", temperature, lambda t: 0 < t < math.inf, "more than 0")
+    number("temperature", temperature, lambda t: 1e-18 <= t <= 1e18, "1e-18 to 1e18")
     one_of("reduction", reduction, DISTILLATION_REDUCTIONS)
     dtype = torch.promote_types(x.dtype, other.dtype)
     x, other = (flat(t.to(dtype)) for t in (x, other))

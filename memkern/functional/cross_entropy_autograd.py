@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memkern import ops
-from memkern.functional.common import batched_together, forward_derivative, gradients_of, signature_read_once
+from memkern.functional.common import batched, batched_together, forward_derivative, gradients_of, signature_read_once
 from memkern.reference import cross_entropy as reference
 
 Maybe = Tensor | None
@@ -57,10 +57,11 @@ class CrossEntropy:
 
     def bound(self, target: Tensor, weight: Maybe, lse: Tensor) -> Tensor:
         """What no ``|dloss / dlogit|`` of each row exceeds: max(a, p (W + 2 z lse)) with a <= W; see the reference."""
-        bound = torch.ones_like(lse) if weight is None else weight.abs().max().expand_as(lse)
+        weighted = weight is not None and weight.shape[0] > 0
+        bound = weight.abs().amax().expand_as(lse) if weighted else torch.ones_like(lse)
         if target.is_floating_point():
             bound = bound * target.sum(1, dtype=lse.dtype).clamp(min=1)
-        return bound + 2 * self.z_loss * lse.abs()
+        return bound + 2 * self.z_loss * lse.abs() if self.z_loss else bound
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,13 @@ def row_loss_backward(*arguments: Any) -> Tensor:
 
 
 def headroom(bound: Tensor) -> Tensor:
-    """A power of two that takes ``bound`` to 2^13 ... 2^14: inside fp16, whose small numbers then keep their bits."""
-    return torch.ldexp(torch.ones_like(bound), 14 - torch.frexp(bound).exponent)
+    """A power of two that takes ``|bound|`` to 2^13 ... 2^14: inside fp16, whose small numbers then keep their bits.
+
+    Where nothing does, the largest: a row that is not finite, or 0, does not count in the least of several.
+    """
+    exponent = torch.frexp(torch.where(bound.isfinite(), bound, 0)).exponent
+    exponent = torch.where(bound.isfinite() & (bound != 0), exponent, -100).clamp(min=-100)
+    return torch.ldexp(torch.ones_like(bound), 14 - exponent)
 
 
 class GradientInForward(Function):
@@ -227,24 +233,27 @@ class GradientInForward(Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Maybe, ...]:
-        if torch.compiler.is_compiling():
-            gradient, scale = ctx.saved_tensors
-            return (gradient * (dloss / scale)[:, None]).to(gradient.dtype), None, None, None, None
-        if torch.is_grad_enabled():
-            raise RuntimeError("cross_entropy: got create_graph=True, which grad_in_forward=True does not go with")
-        if ctx.used:
-            raise RuntimeError(
-                "cross_entropy: a second backward pass through grad_in_forward=True, which gave its gradient away in"
-                " the first; leave grad_in_forward out here"
-            )
+        several = batched(dloss)  # is_grads_batched
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                raise RuntimeError("cross_entropy: got create_graph=True, which grad_in_forward=True does not go with")
+            if ctx.used:
+                raise RuntimeError(
+                    "cross_entropy: a second backward pass through grad_in_forward=True, which gave its gradient away"
+                    " in the first; leave grad_in_forward out here"
+                )
+            ctx.used = not several
         gradient, scale = ctx.saved_tensors
-        ctx.used = True
+        if several or torch.compiler.is_compiling():
+            return (gradient * (dloss / scale)[:, None]).to(gradient.dtype), None, None, None, None
         return times_rows_(gradient.detach(), dloss / scale), None, None, None, None
 
 
 def times_rows_(x: Tensor, factors: Tensor) -> Tensor:
     """x times the factor of each row, over x; in slices, since on the CPU PyTorch multiplies a wider copy."""
     rows = max(1, 2**22 // max(1, x.shape[1]))
+    if x.shape[0] <= rows:
+        return x.mul_(factors[:, None])
     for some, factor in zip(x.split(rows), factors.split(rows), strict=True):
         some.mul_(factor[:, None])
     return x

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from memkern import backends
-from memkern.functional.common import autocasts, floating, number, one_of
+from memkern.functional.common import autocasts, dense, floating, integer, number, one_of
 from memkern.functional.cross_entropy_autograd import CrossEntropy
 from memkern.ops import computed_in
 
 REDUCTIONS = ("none", "mean", "sum")
+FP32 = torch.finfo(torch.float32)  # what the kernels hold the options in
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Rows:
 
 def flat(x: Tensor) -> Tensor:
     """(..., n) as (rows, n), also where n is 0."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def target_rows(
@@ -40,8 +41,7 @@ def target_rows(
 
     ``shape`` is what classes need; probabilities need ``with_classes``, with the classes in dimension ``dim``.
     """
-    if not isinstance(target, Tensor):
-        raise TypeError(f"target: got {type(target).__name__}, needs a Tensor")
+    target = dense("target", target)
     if target.device != x.device:
         raise ValueError(f"target: got device {target.device}, needs that of input, {x.device}")
     probable = target.is_floating_point()
@@ -53,7 +53,8 @@ def target_rows(
             f" of shape {tuple(shape)} or floating probabilities of shape {tuple(with_classes)}"
         )
     if not probable:
-        return target.reshape(-1).long()
+        target = target if target.dim() == 1 else target.reshape(-1)
+        return target if target.dtype == torch.int64 else target.long()
     wide = torch.promote_types(dtype, torch.float32)
     return flat((target if target.dtype in (dtype, wide) else target.to(wide)).movedim(dim, -1))
 
@@ -73,12 +74,11 @@ class Options:
     def check(self) -> None:
         """All that can be checked without tensors."""
         one_of("reduction", self.reduction, REDUCTIONS)
-        if not isinstance(self.ignore_index, int):
-            raise TypeError(f"ignore_index: got {type(self.ignore_index).__name__}, needs an int")
+        integer("ignore_index", self.ignore_index, -(2**63))
         number("label_smoothing", self.label_smoothing, lambda v: 0 <= v <= 1, "0 to 1")
-        number("z_loss", self.z_loss, lambda v: 0 <= v < math.inf, "a finite number that is not negative")
+        number("z_loss", self.z_loss, lambda v: 0 <= v <= FP32.max, "0 to the largest float32")
         if self.softcap is not None:
-            number("softcap", self.softcap, lambda v: 0 < v < math.inf, "a finite number above 0, or None")
+            number("softcap", self.softcap, lambda v: FP32.tiny <= v <= FP32.max, "a normal float32 above 0, or None")
 
     def plan(self, rows: Rows) -> CrossEntropy:
         """What to compute of the rows, all options checked."""
@@ -106,21 +106,26 @@ class Options:
             return loss.reshape(rows.shape)
         if self.reduction == "sum":
             return loss.sum()
-        divisor = self._divisor(rows)
-        nothing = divisor == 0  # the mean is NaN and, as PyTorch's, has a gradient of 0, not of 0 / 0
+        divisor, nothing = self._divisor(rows)
+        # Where nothing counts, the mean is NaN and, as PyTorch's, has a gradient of 0, not of 0 / 0. Where what counts
+        # weighs nothing, PyTorch has 0 / 0 for both.
         return torch.where(nothing, torch.nan, loss.sum() / torch.where(nothing, 1, divisor))
 
-    def _divisor(self, rows: Rows) -> Tensor:
-        """What a mean divides by: the weights of the classes of all rows; with probabilities the number of rows."""
+    def _divisor(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """What a mean divides by, the weights of the classes of all rows, or with probabilities the number of rows; and
+        whether no row counts."""
         target, weight = rows.target, self.weight_for(rows)
         if target.is_floating_point():
-            return torch.full((), target.shape[0] if rows.classes else 0, device=target.device)
+            divisor = torch.full((), target.shape[0] if rows.classes else 0, device=target.device)
+            return divisor, divisor == 0
         counted = target != self.ignore_index
         if weight is None:
-            return counted.sum()
+            divisor = counted.sum()
+            return divisor, divisor == 0
         # A class that is ignored or out of range weighs nothing, and no index leaves the weights.
         known = counted & (target >= 0) & (target < rows.classes)
-        return torch.cat([weight, weight.new_zeros(1)])[torch.where(known, target, rows.classes)].sum()
+        weights = torch.cat([weight, weight.new_zeros(1)])[torch.where(known, target, rows.classes)]
+        return weights.sum(), ~counted.any()
 
 
 def loss_dtype(x: Tensor) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memkern.functional.common import autocasts, floating
+from memkern.functional.common import autocasts, floating, integer
 from memkern.functional.cross_entropy_rows import Options, Rows, flat, loss_dtype, target_rows
 from memkern.functional.linear_cross_entropy_autograd import LinearCrossEntropy, Plan, differentiable
 
@@ -47,8 +47,8 @@ def linear_cross_entropy(
 
     Returns:
         The loss, in the dtype of hidden; float32 under autocast, which also has the logits in its dtype. Derivatives
-        of any other kind (of probabilities and class weights, second, forward-mode, torch.func, vmap) are right, too,
-        by way of all logits at once.
+        of any other kind (of probabilities and class weights, second, forward-mode, torch.func, vmap, batched) are
+        right, too, by way of all logits at once.
 
     Raises:
         TypeError: a tensor of another dtype, an option that is not a number.
@@ -60,11 +60,17 @@ def linear_cross_entropy(
     options = Options(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, "class_weight")
     needed = any(t is not None and t.requires_grad for t in (hidden, weight, bias)) and torch.is_grad_enabled()
     summed = reduction != "none"
-    chunk = _chunk(weight, dtype) if chunk_tokens is None else _checked_chunk(chunk_tokens)
+    check_chunk(chunk_tokens)
+    chunk = _chunk(weight, dtype) if chunk_tokens is None else chunk_tokens
     plan = Plan(options.plan(rows), chunk, dtype, summed, in_forward=summed and needed)
     arguments = rows.x, weight, bias, rows.target, options.weight_for(rows)
     loss = (differentiable if _needs_all_logits(*arguments) else LinearCrossEntropy.apply)(plan, *arguments)
     return options.reduced(loss, rows).to(loss_dtype(hidden))
+
+
+def check_chunk(chunk_tokens: object) -> None:
+    if chunk_tokens is not None:
+        integer("chunk_tokens", chunk_tokens, 1)
 
 
 def _logits_dtype(hidden: Tensor) -> torch.dtype:
@@ -89,14 +95,6 @@ def _rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, d
         if parameter.dtype != hidden.dtype and not autocasts(hidden):
             raise ValueError(f"{name}: got dtype {parameter.dtype}, needs that of hidden, {hidden.dtype}")
     return Rows(flat(hidden), target_rows(target, hidden, dtype, shape, (*shape, classes), -1), classes, shape)
-
-
-def _checked_chunk(tokens: object) -> int:
-    if not isinstance(tokens, int):
-        raise TypeError(f"chunk_tokens: got {type(tokens).__name__}, needs an int or None")
-    if tokens < 1:
-        raise ValueError(f"chunk_tokens: got {tokens}, needs at least 1")
-    return tokens
 
 
 def _chunk(weight: Tensor, dtype: torch.dtype) -> int:

@@ -7,6 +7,7 @@ where each chunk of rows has its own part of G and dh, and adds to dW and db.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from memkern import ops
-from memkern.functional.common import gradients_of, without_autocast
+from memkern.functional.common import batched, gradients_of, without_autocast
 from memkern.functional.cross_entropy_autograd import CrossEntropy, headroom, row_loss, times_rows_
 
 Maybe = Tensor | None
@@ -67,7 +68,10 @@ class Gradients:
         """The part of a chunk of tokens that begins at ``start``; ``undo``: what its g is to be multiplied by."""
         if self.hidden is not None:
             part = self.hidden[start : start + len(g)]
-            part.copy_(_product(g, weight) if undo is None else _product(g, weight) * undo)
+            if undo is None:
+                torch.mm(g, weight, out=part)
+            else:
+                torch.mul(_product(g, weight), undo, out=part)
         if self.weight is not None:
             _add_product(self.weight, g, hidden, undo)
         if self.bias is not None:
@@ -101,7 +105,7 @@ def _run(
         gradients = Gradients.zeros(hidden, weight, bias, needs, plan.dtype)
         w, b = weight.to(plan.dtype), None if bias is None else bias.to(plan.dtype)
         losses, lses = [], []
-        for start in range(0, len(hidden), plan.chunk):
+        for start in range(0, hidden.shape[0], plan.chunk):
             rows = slice(start, start + plan.chunk)
             h, targets = hidden[rows].to(plan.dtype), target[rows]
             logits = h @ w.t() if b is None else torch.addmm(b, h, w.t())
@@ -114,15 +118,62 @@ def _run(
             if dloss is not None:
                 scale, undo = dloss[rows], None
                 if plan.dtype == torch.float16:  # no gradient is to underflow, now that the loss scale comes later
-                    bound = plan.loss.bound(targets, class_weight, saved) * scale
-                    factor = headroom(bound.abs().amax())
+                    factor = headroom(plan.loss.bound(targets, class_weight, saved) * scale).amin()
                     scale, undo = scale * factor, 1 / factor
                 plan.loss.backward_(scale, logits, targets, class_weight, saved)
                 gradients.add(start, logits, h, w, undo)
-        if lse is None:
-            empty = hidden.new_empty(0, dtype=ops.computed_in(hidden))
-            return torch.cat([empty, *losses]), torch.cat([empty, *lses]), gradients
-        return lse, lse, gradients
+        if lse is not None:
+            return lse, lse, gradients
+        if len(losses) == 1:
+            return losses[0], lses[0], gradients
+        empty = hidden.new_empty(0, dtype=ops.computed_in(hidden))
+        return torch.cat([empty, *losses]), torch.cat([empty, *lses]), gradients
+
+
+# A compiler that traced the loop of _run would unroll it, and so fix the number of tokens: it sees one op.
+_SCHEMA = (
+    "linear_cross_entropy(Tensor? dloss, Tensor? lse, Tensor hidden, Tensor weight, Tensor? bias, Tensor target,"
+    " Tensor? class_weight, bool[] needs, SymInt chunk, ScalarType dtype, int ignore_index, float label_smoothing,"
+    " float z_loss, float softcap, str backend) -> (Tensor loss, Tensor lse, Tensor dhidden, Tensor dweight,"
+    " Tensor dbias)"
+)
+
+
+def _op(dloss, lse, hidden, weight, bias, target, class_weight, needs, chunk, dtype, *options):
+    """What there is none of has no elements."""
+    plan = Plan(CrossEntropy(*options), chunk, dtype, summed=False, in_forward=False)
+    arguments = (hidden, weight, bias, target, class_weight)
+    losses, saved, made = _run(plan, dloss, tuple(needs), lse, *arguments)
+    losses, saved = (losses, saved) if lse is None else (None, None)
+    nothing = hidden.new_empty(0)
+    return tuple(nothing.clone() if t is None else t for t in (losses, saved, made.hidden, made.weight, made.bias))
+
+
+def _fake(dloss, lse, hidden, weight, bias, target, class_weight, needs, chunk, dtype, *options):
+    rows = hidden.shape[0] if lse is None else 0
+    losses = (hidden.new_empty(rows, dtype=ops.computed_in(hidden)) for _ in range(2))
+    made = Gradients.zeros(hidden, weight, bias, tuple(needs), dtype)
+    return *losses, *(hidden.new_empty(0) if g is None else g for g in (made.hidden, made.weight, made.bias))
+
+
+_library = torch.library.Library("memkern", "DEF")  # noqa: TOR901 - lives as long as the process
+_library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("linear_cross_entropy", _op, "CompositeExplicitAutograd")
+torch.library.register_fake("memkern::linear_cross_entropy", _fake, lib=_library)
+
+
+def _made(
+    plan: Plan, dloss: Maybe, needs: tuple[bool, ...], lse: Maybe, *arguments: Any
+) -> tuple[Tensor, Tensor, Gradients]:
+    """_run, or the op."""
+    if not torch.compiler.is_compiling():
+        return _run(plan, dloss, needs, lse, *arguments)
+    options = dataclasses.astuple(plan.loss)
+    losses, saved, *gradients = torch.ops.memkern.linear_cross_entropy(
+        dloss, lse, *arguments, needs, plan.chunk, plan.dtype, *options
+    )
+    made = Gradients(*(g if need else None for g, need in zip(gradients, needs, strict=True)))
+    return losses, saved, made
 
 
 class LinearCrossEntropy(Function):
@@ -136,8 +187,8 @@ class LinearCrossEntropy(Function):
     def forward(ctx: Any, plan: Plan, *arguments: Any) -> Tensor:
         hidden, needs, dloss = arguments[0], (False,) * 3, None
         if plan.in_forward:
-            needs, dloss = ctx.needs_input_grad[1:4], hidden.new_ones(len(hidden), dtype=ops.computed_in(hidden))
-        losses, lse, made = _run(plan, dloss, needs, None, *arguments)
+            needs, dloss = ctx.needs_input_grad[1:4], hidden.new_ones(hidden.shape[0], dtype=ops.computed_in(hidden))
+        losses, lse, made = _made(plan, dloss, needs, None, *arguments)
         ctx.save_for_backward(*arguments, lse, made.hidden, made.weight, made.bias)
         ctx.plan, ctx.made = plan, plan.in_forward
         return losses.sum() if plan.summed else losses
@@ -146,26 +197,30 @@ class LinearCrossEntropy(Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Maybe, ...]:
         *arguments, lse, dhidden, dweight, dbias = ctx.saved_tensors
         plan, needs = ctx.plan, ctx.needs_input_grad[1:]
-        if torch.is_grad_enabled():  # create_graph
+        several = batched(dloss)  # is_grads_batched
+        if torch.is_grad_enabled() or (several and not ctx.made):  # create_graph
             found = gradients_of(lambda *t: differentiable(plan, *t), arguments, dloss)
             return None, *(g if need else None for g, need in zip(found, needs, strict=True))
         if ctx.made:
-            found = [None if g is None else _times(g, dloss) for g in (dhidden, dweight, dbias)]
-            ctx.made = False
+            keep = several or torch.compiler.is_compiling()  # a compiler plans the memory
+            found = [None if g is None else _times(g, dloss, keep) for g in (dhidden, dweight, dbias)]
+            ctx.made = several
         else:
-            made = _run(plan, dloss.expand_as(lse), needs[:3], lse, *arguments)[2]
+            made = _made(plan, dloss.expand_as(lse), needs[:3], lse, *arguments)[2]
             found = [made.hidden, made.weight, made.bias]
         gradients = (None if g is None else g.to(t.dtype) for g, t in zip(found, arguments, strict=False))
         return None, *gradients, None, None
 
 
-def _times(gradient: Tensor, factor: Tensor) -> Tensor:
-    """The product with the one factor, in fp32; over the gradient, unless a compiler plans the memory.
+def _times(gradient: Tensor, factor: Tensor, keep: bool) -> Tensor:
+    """The product with the one factor, in fp32; over the gradient, unless that is to be kept.
 
     .data has no version: what backward saved may be changed, since it does not read it a second time.
     """
-    if torch.compiler.is_compiling():
+    if keep:
         return (gradient * factor.reshape((1,) * gradient.dim())).to(gradient.dtype)
+    if gradient.dtype == factor.dtype:
+        return gradient.data.mul_(factor)
     rows = gradient.data if gradient.dim() == 2 else gradient.data[:, None]
     times_rows_(rows, factor.expand(len(rows)))
     return gradient.data

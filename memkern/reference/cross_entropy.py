@@ -62,12 +62,18 @@ def divergences(logits: Tensor, teacher: Tensor, temperature: float) -> tuple[Te
     """sum_c t_c (log t_c - log p_c) of each row, and both log-sum-exps, wide.
 
     t and p are the softmax of teacher / temperature and of logits / temperature (Hinton et al. 2015, arXiv:1503.02531).
+    With u_c = log t_c - log p_c, that is sum_c t_c (exp(-u_c) - 1 + u_c), of which no term is below 0, as p sums to 1.
     """
     s, t = wide(logits) / temperature, wide(teacher) / temperature
     lse, teacher_lse = _log_sum_exp(s), _log_sum_exp(t)
-    probability = torch.exp(t - teacher_lse[..., None])
-    gap = torch.log_softmax(t, -1) - torch.log_softmax(s, -1)
-    loss = probability * torch.where((probability == 0) & ~gap.isfinite(), 0, gap)
+    log_p, log_t = torch.log_softmax(s, -1), torch.log_softmax(t, -1)
+    probability, gap = torch.exp(log_t), log_t - log_p
+    gap = torch.where((probability == 0) & ~gap.isfinite(), 0, gap)
+    small = gap.abs() < 1  # elsewhere exp(-u) may be infinite
+    u = torch.where(small, gap, 0)
+    loss = torch.where(
+        small & (probability > 0), probability * (torch.expm1(-u) + u), (log_p.exp() - probability) + probability * gap
+    )
     return loss.sum(-1), lse, teacher_lse
 
 
@@ -109,7 +115,7 @@ def cross_entropy_backward_(dloss, logits, *arguments):
 def distillation_forward(logits, teacher, temperature):
     dtype = computed_in(logits)
     loss, lse, teacher_lse = divergences(logits, teacher, temperature)
-    return loss.to(dtype), lse.to(dtype), teacher_lse.to(dtype)
+    return loss.clamp(min=0).to(dtype), lse.to(dtype), teacher_lse.to(dtype)
 
 
 def distillation_backward(dloss, logits, lse, teacher, teacher_lse, temperature):

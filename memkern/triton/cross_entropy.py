@@ -16,6 +16,7 @@ TILE = 4096
 FROM_64 = tl.constexpr(2.0**-64)
 INFINITY = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
+SMALL = tl.constexpr(0.25)  # kSmallDivergence
 
 
 @triton.jit
@@ -51,6 +52,18 @@ def _log1p(x):
     p = p * s2 + 1.0 / 3
     p = p * s2 + 1.0
     return tl.where((x >= 0.0) & (x < 1.0), 2.0 * s * p, tl.log(x + 1.0))
+
+
+@triton.jit
+def _above_tangent(u):
+    """exp(-u) - (1 - u) for |u| < 1/2."""
+    p = u * (1.0 / 40320) - 1.0 / 5040
+    p = p * u + 1.0 / 720
+    p = p * u - 1.0 / 120
+    p = p * u + 1.0 / 24
+    p = p * u - 1.0 / 6
+    p = p * u + 0.5
+    return u * u * p
 
 
 @triton.jit
@@ -160,15 +173,20 @@ def _backward_kernel(
     index, ignored, invalid = _index(target_ptr, row, live, classes, ignore_index, PROBABILITIES)
     lse = tl.load(lse_ptr + row, mask=live, other=0.0)
     dloss = tl.where(invalid, NAN, tl.load(dloss_ptr + row, mask=live, other=0.0))[:, None]
-    total = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, classes, BLOCK):
-        column = start + tl.arange(0, BLOCK)[None, :]
-        inside = live[:, None] & (column < classes)
-        share = _shares(
-            target_ptr, row[:, None] * target_stride, weight_ptr, index, column, inside, classes, PROBABILITIES,
-            SMOOTHING,
-        )  # fmt: skip
-        total += tl.sum(share, 1)
+    total = tl.full((ROWS,), 1.0, tl.float32)  # of the shares
+    if PROBABILITIES or (SMOOTHING != 0.0 and weight_ptr is not None):
+        total = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, classes, BLOCK):
+            column = start + tl.arange(0, BLOCK)[None, :]
+            inside = live[:, None] & (column < classes)
+            share = _shares(
+                target_ptr, row[:, None] * target_stride, weight_ptr, index, column, inside, classes, PROBABILITIES,
+                SMOOTHING,
+            )  # fmt: skip
+            total += tl.sum(share, 1)
+    elif weight_ptr is not None:
+        known = live & (invalid == 0)
+        total = tl.load(weight_ptr + tl.reshape(index, (ROWS,)), mask=known, other=0.0)
     if Z_LOSS != 0.0:
         total += lse * (2.0 * Z_LOSS)
     counted = (live & (ignored == 0))[:, None]
@@ -222,7 +240,25 @@ def _distillation_forward_kernel(
         total += tl.sum(tl.exp(d), 1)
         teacher_total += tl.sum(teacher_e, 1)
         cross += tl.sum(tl.where(teacher_e > 0.0, teacher_e * (teacher_d - d), 0.0), 1)
-    tl.store(loss_ptr + row, cross / teacher_total - tl.log(teacher_total) + tl.log(total), mask=live)
+    loss = cross / teacher_total - tl.log(teacher_total) + tl.log(total)
+    small = loss < SMALL
+    if tl.sum(small.to(tl.int32), 0) > 0:
+        ratio = teacher_total / total
+        balance = (teacher_most - most) * INVERSE + tl.log(ratio)
+        terms = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, classes, BLOCK):
+            column = start + tl.arange(0, BLOCK)[None, :]
+            inside = small[:, None] & (column < classes)
+            x = _load(logits_ptr, row[:, None] * stride, column, inside, -INFINITY)
+            y = _load(teacher_ptr, row[:, None] * teacher_stride, column, inside, -INFINITY)
+            e_q = tl.exp((x - most[:, None]) * INVERSE) * ratio[:, None]
+            teacher_e = tl.exp((y - teacher_most[:, None]) * INVERSE)
+            u = (y - x) * INVERSE - balance[:, None]
+            term = tl.where(tl.abs(u) < 0.5, teacher_e * _above_tangent(u), (e_q - teacher_e) + teacher_e * u)
+            term = tl.where(teacher_e > 0.0, term, e_q)
+            terms += tl.sum(tl.where(inside, term, 0.0), 1)
+        loss = tl.where(small, terms / teacher_total, loss)
+    tl.store(loss_ptr + row, loss, mask=live)
     tl.store(lse_ptr + row, most * INVERSE + tl.log(total), mask=live)
     tl.store(teacher_lse_ptr + row, teacher_most * INVERSE + tl.log(teacher_total), mask=live)
 
