@@ -294,12 +294,16 @@ def test_sanitizers_are_silent_about_the_twins(kind: str, kernel: str) -> None:
     assert planted_reports(kind)[kernel, 0] == f"{kernel} 0\nexit status 0\n"
 
 
+# On the emulated backend. bfloat16 takes the path of float16; and what PyTorch makes of the ops is not memory's affair.
+SANITIZED = "emulated and not bfloat16 and not opcheck and not compile and not derivatives"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_op_tests_under_sanitizers(kind: str, family: str) -> None:
-    """All of the family's tests but the exhaustive ones, on the emulated backend."""
+    """The family's tests, but the exhaustive ones."""
     done = run_python(
-        kind, "-m", "pytest", *op_tests(family), "--backends", "emulated",
-        "-k", "emulated", "-m", "not exhaustive", "-q", "-x", "-p", "no:cacheprovider",
+        kind, "-m", "pytest", *op_tests(family), "--backends", "emulated", "-k", SANITIZED, "-m", "not exhaustive",
+        "-q", "-x", "-p", "no:cacheprovider",
     )
     assert done.returncode == 0, done.stdout[-5000:]
     assert re.search(r"\d+ passed", done.stdout), done.stdout
