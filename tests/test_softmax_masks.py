@@ -122,10 +122,8 @@ def test_causal(backend, device, shape) -> None:
             exact = exact_forward(x, given, scale=0.5, causal=True, zero_masked=zero_masked)
             hidden_x, hidden_dy = (torch.where(live, t, torch.nan) for t in (x, dy))
             y, _ = forward(backend, hidden_x, given, scale=0.5, causal=True, zero_masked=zero_masked)
-            some = sees_some.cpu() & exact.isfinite().all(-1).all(0)
-            assert_probabilities(y[:, some.to(device)], exact[:, some])
+            assert_probabilities(y, exact)  # a row of which all that is seen is masked is NaN as a whole
             assert y[:, ~sees_some].eq(0).all() if zero_masked else y[:, ~sees_some].isnan().all()
-            assert y.masked_select(~live & sees_some[:, None]).eq(0).all()
             dx = backward(backend, hidden_dy, y, scale=0.5, causal=True)
             assert dx.masked_select(~live).eq(0).all()
             kept = torch.where(live, y, 0), torch.where(live, dy, 0)

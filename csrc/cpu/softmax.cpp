@@ -204,21 +204,6 @@ MK_HD A sum_of_products(const A* values, const A* others, int64_t n, T*... rows_
   return sum.total;
 }
 
-// Calls body(i, z): without `shift` the logit of x[i], to find the largest; with one, its distance from that.
-template <class T, class A, class Body, class... Shift>
-MK_HD void for_logits(const T* x, A scale, const MaskRow<A>& mask, int64_t n, Body body, Shift... shift) {
-  const auto at = [&](int64_t i, auto... added) MEMKERN_INLINED {
-    if constexpr (sizeof...(Shift) > 0) return shifted(A(widen(x[i])), scale, shift..., added...);
-    else return logit(A(widen(x[i])), scale, (A(0) + ... + added));
-  };
-  if (mask.hidden)
-    for (int64_t i = 0; i < n; ++i) body(i, mask.hidden[i] ? -A(INFINITY) : at(i));
-  else if (mask.added)
-    for (int64_t i = 0; i < n; ++i) body(i, at(i, mask.added[i]));
-  else
-    for (int64_t i = 0; i < n; ++i) body(i, at(i));
-}
-
 template <class A>
 struct Options {
   A scale;
@@ -226,26 +211,43 @@ struct Options {
   Dropout<A> dropout;
 };
 
+// What there is a largest of: z where a mask is added, else x with the sign of scale. Where x lies, or in buffer.
+template <class T, class A>
+MK_HD const A* ranks(const Scale<A>& scale, const T* x, const MaskRow<A>& mask, int64_t n, A* buffer) {
+  const auto signed_x = [&](int64_t i) MEMKERN_INLINED { return A(widen(x[i])) * scale.sign; };
+  if (mask.added) {
+    for (int64_t i = 0; i < n; ++i) buffer[i] = logit(signed_x(i), scale.positive, mask.added[i]);
+  } else if (mask.hidden) {
+    for (int64_t i = 0; i < n; ++i) buffer[i] = mask.hidden[i] ? -A(INFINITY) : signed_x(i);
+  } else if (scale.sign != 1) {
+    for (int64_t i = 0; i < n; ++i) buffer[i] = signed_x(i);
+  } else {
+    return widened(x, n, buffer);
+  }
+  return buffer;
+}
+
 // y of a row, of which the first `live` elements count, and what dropout makes of it (where numbers are given).
 template <class T, class U, class A>
 MEMKERN_CLONES void forward_row(const Options<A>& a, const T* x, const MaskRow<A>& mask, const uint32_t* numbers,
-                                int64_t live, int64_t n, A* z, A* e, U* y, U* dropped) {
-  for_logits(x, a.scale, mask, live, [&](int64_t i, A logit) MEMKERN_INLINED { z[i] = logit; });
-  const A shift = shift_of(largest(z, live, x + 2 * n, y + 2 * n));
-  if (a.log) {
-    for_logits(x, a.scale, mask, live, [&](int64_t i, A d) MEMKERN_INLINED { e[i] = scaled_exp(z[i] = d); }, shift);
+                                int64_t live, int64_t n, A* buffer, A* e, U* y, U* dropped) {
+  const Scale<A> parts(a.scale);
+  const A* rank = ranks(parts, x, mask, live, buffer);
+  const A scale = parts.positive, sign = parts.sign, shift = shift_of(largest(rank, live, x + 2 * n, y + 2 * n));
+  if (mask.added) {
+    for (int64_t i = 0; i < live; ++i) e[i] = scaled_exp(shifted(A(widen(x[i])) * sign, scale, shift, mask.added[i]));
   } else {
-    for_logits(x, a.scale, mask, live, [&](int64_t i, A d) MEMKERN_INLINED { e[i] = scaled_exp(d); }, shift);
+    for (int64_t i = 0; i < live; ++i) e[i] = scaled_exp(shifted(rank[i], scale, shift));
   }
   const A sum = sum_of(e, live);
   const A factor = softmax_factor(sum, a.zero_masked);
   if (a.log) {
     const A log_sum = std::log(sum * kUnscaled<A>);
-    for (int64_t i = 0; i < live; ++i) store(y + i, z[i] - log_sum);
+    for (int64_t i = 0; i < live; ++i) store(y + i, shifted(rank[i], scale, shift) - log_sum);
   } else {
     for (int64_t i = 0; i < live; ++i) store(y + i, e[i] * factor);
   }
-  const A rest = live > 0 || a.zero_masked ? A(0) : std::numeric_limits<A>::quiet_NaN();
+  const A rest = sum != 0 || a.zero_masked ? A(0) : std::numeric_limits<A>::quiet_NaN();
   for (int64_t i = live; i < n; ++i) store(y + i, rest);
   if (!numbers) return;
   for (int64_t i = 0; i < live; ++i) store(dropped + i, a.dropout(e[i] * factor, numbers[i]));

@@ -83,6 +83,8 @@ def scaled_masked_softmax(
 
     Neither the scaled nor the masked scores are ever rounded or held in memory, and masked entries are out whatever
     the others are: no large negative number stands in for -inf. Backward needs the probabilities (before dropout).
+    With an additive mask, sums of 2^25 or more may be rounded to float32, as PyTorch's are: a row that the least number
+    masks throughout comes out uniform.
 
     Args:
         input: (..., queries, keys), any strides; float16, bfloat16, float32 or float64, or with ``dtype`` anything
@@ -94,8 +96,8 @@ def scaled_masked_softmax(
         causal: ``"bottom_right"``: the last query sees every key, the one before all but the last, and so on;
             ``"square"``: the same, and a ValueError unless there are as many queries as keys. What a query does not
             see is not read. None: every query sees every key.
-        fully_masked: what becomes of a row with every entry masked: ``"nan"``, as in PyTorch, or ``"zero"``: zeros,
-            and a gradient of zeros.
+        fully_masked: what becomes of a row with every entry masked, by ``mask``, ``causal`` or both: ``"nan"``, as in
+            PyTorch, or ``"zero"``: zeros, and a gradient of zeros.
         dropout: the probability with which an element becomes 0; the others are divided by ``1 - dropout``. Applies
             whenever it is not 0. A seed drawn from PyTorch's generator of the device is saved in place of a mask.
         dtype, autocast: as for :func:`softmax`.

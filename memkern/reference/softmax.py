@@ -32,10 +32,11 @@ def softmax_forward(x, mask, dim, scale, causal, log, zero_masked, dropout, seed
         dead = _dead(x)
         z = z.masked_fill(dead, -math.inf)
     y = torch.log_softmax(z, dim) if log else torch.softmax(z, dim)
-    if causal:  # 0 also beside a NaN, unless a query sees no key at all
-        y = y.masked_fill(dead & ~dead.all(-1, keepdim=True), 0)
+    masked = (z == -math.inf).all(dim, keepdim=True)
+    if causal:  # 0 also beside a NaN
+        y = y.masked_fill(dead & ~masked, 0)
     if zero_masked:
-        y = y.masked_fill((z == -math.inf).all(dim, keepdim=True), 0)
+        y = y.masked_fill(masked, 0)
     dropped = apply_dropout(y, dropout, seed) if dropout > 0 else y.new_empty(0)
     return y.to(dtype).contiguous(), dropped.to(dtype).contiguous()
 
