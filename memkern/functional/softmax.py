@@ -91,7 +91,8 @@ def scaled_masked_softmax(
             real.
         mask: broadcasts to the input's shape, without a copy. Bool: True is masked out, as in ``masked_fill`` and
             ``key_padding_mask`` (and the opposite of scaled_dot_product_attention's). float16, bfloat16 or float32:
-            added to the scaled input. An additive mask that requires grad gets its gradient, by a second pass.
+            added to the scaled input. An additive mask that requires grad gets its gradient, by a second pass: summed
+            over what it broadcasts to in the precision of the arithmetic, and rounded once.
         scale: a number, used in the precision of the arithmetic.
         causal: ``"bottom_right"``: the last query sees every key, the one before all but the last, and so on;
             ``"square"``: the same, and a ValueError unless there are as many queries as keys. What a query does not
@@ -128,7 +129,7 @@ def scaled_masked_softmax(
             f"causal: got 'square' with {x.shape[-2]} queries and {x.shape[-1]} keys, needs as many of both"
         )
     if mask is not None:
-        mask = _expanded(mask, x)
+        mask = _broadcasting(mask, x)
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     overwrite = inplace_backward and not traced and type(x) in (Tensor, Parameter) and torch.is_grad_enabled()
     if overwrite:
@@ -192,8 +193,8 @@ def _dtypes(
     return input if read_as_is else input.to(dtype), dtype
 
 
-def _expanded(mask: Tensor, x: Tensor) -> Tensor:
-    """The mask in the shape of ``x``, without a copy."""
+def _broadcasting(mask: Tensor, x: Tensor) -> Tensor:
+    """The mask, with as many dimensions as ``x``."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask: got {type(mask).__name__}, needs a Tensor")
     if mask.dtype not in MASK_DTYPES:
@@ -203,4 +204,4 @@ def _expanded(mask: Tensor, x: Tensor) -> Tensor:
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
     if mask.dim() > x.dim() or any(size not in (1, of_x) for size, of_x in sizes):
         raise ValueError(f"mask: got shape {tuple(mask.shape)}, needs one that broadcasts to {tuple(x.shape)}")
-    return mask.expand(x.shape)
+    return mask[(None,) * (x.dim() - mask.dim())]

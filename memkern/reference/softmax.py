@@ -74,13 +74,14 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
     return a, b, c, d
 
 
-def apply_dropout(value: Tensor, dropout: float, seed: Tensor) -> Tensor:
-    """``value`` after dropout. Element i of it, in memory order, takes number i % 4 of counter i // 4."""
-    count = value.numel()
-    block = torch.arange((count + 3) // 4, device=value.device)
+def apply_dropout(value: Tensor, dropout: float, seed: Tensor, first: int = 0) -> Tensor:
+    """``value`` after dropout. Element i of it, in memory order, takes number (first + i) % 4 of counter that // 4."""
+    end = first + value.numel()
+    block = torch.arange(first // 4, (end + 3) // 4, device=value.device)
     none = torch.zeros_like(block)
     numbers = torch.stack(philox((block & LOW, block >> 32, none, none), (seed & LOW, seed >> 32 & LOW)), -1)
-    keep = numbers.flatten()[:count].view(value.shape) >= math.floor(dropout * 2**32)
+    before = first // 4 * 4
+    keep = numbers.flatten()[first - before : end - before].view(value.shape) >= math.floor(dropout * 2**32)
     return torch.where(keep, value / (1 - dropout), 0)
 
 
