@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from memkern import backends
 from memkern.functional.common import AUTOCAST, floating, one_of, torch_dtype
-from memkern.functional.reuse import alone
+from memkern.functional.reuse import alone, watched
 from memkern.functional.softmax_autograd import Plan
 from memkern.functional.softmax_autograd import softmax as run
 
@@ -104,8 +104,8 @@ def scaled_masked_softmax(
         dtype, autocast: as for :func:`softmax`.
         inplace_backward: write the input's gradient over the incoming one, if that is contiguous and of the input's
             dtype (else it is written to memory of its own). For a model in which nothing else uses that gradient;
-            where something does, backward raises RuntimeError. Has no effect under torch.compile and torch.func and on
-            tensor subclasses.
+            where something does, backward raises RuntimeError; a full backward hook on the module does. Has no effect
+            under torch.compile and torch.func, with ``is_grads_batched``, under a debugger and on tensor subclasses.
 
     Returns:
         A contiguous tensor of the input's shape.
@@ -131,7 +131,8 @@ def scaled_masked_softmax(
     if mask is not None:
         mask = _broadcasting(mask, x)
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    overwrite = inplace_backward and not traced and type(x) in (Tensor, Parameter) and torch.is_grad_enabled()
+    overwrite = inplace_backward and not (traced or watched()) and type(x) in (Tensor, Parameter)
+    overwrite = overwrite and torch.is_grad_enabled()
     if overwrite:
         alone(x.device)  # measures, which is not for the middle of a backward pass
     seed = torch.randint(2**63 - 1, (), device=x.device) if dropout > 0 else None

@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from memkern import ops
 from memkern.functional.common import batched_together, forward_derivative, signature_read_once
-from memkern.functional.reuse import alone, holders
+from memkern.functional.reuse import alone, holders, watched
 from memkern.reference.softmax import IMPLEMENTATIONS, apply_dropout
 
 Maybe = Tensor | None
@@ -129,6 +129,8 @@ HELD = (
 def _can_overwrite(dy: Maybe, dtype: torch.dtype) -> bool:
     """Whether dx fits in the place of ``dy``, and this is a backward pass of which nothing is recorded."""
     if dy is None or type(dy) is not Tensor or torch._C._are_functorch_transforms_active():
+        return False
+    if watched() or not torch._C._has_storage(dy):  # which is_grads_batched hides
         return False
     if torch.is_grad_enabled():
         raise RuntimeError("inplace_backward: got create_graph=True, which needs the gradient that is overwritten")
