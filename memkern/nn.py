@@ -140,7 +140,33 @@ class AddRMSNorm(RMSNorm):
         return functional.add_rms_norm(input, residual, **self._arguments())
 
 
-class Softmax(torch.nn.Softmax):
+def _repr(layer: torch.nn.Module, always: str, **defaults: Any) -> str:
+    """``always``, and those options of the layer that are not at their default."""
+    options = {name: getattr(layer, name) for name in defaults}
+    return ", ".join([always, *(f"{name}={value!r}" for name, value in options.items() if value != defaults[name])])
+
+
+class _AlongDimension(torch.nn.Module):
+    """What Softmax and LogSoftmax share: to come before torch's own among the bases."""
+
+    # Also on the class, so that a layer of torch.nn whose class is changed (memkern.patch) has it.
+    autocast = "keep"
+    dim: int | None
+    _function: str
+
+    def __init__(self, dim: int | None = None, *, autocast: str = "keep") -> None:
+        one_of("autocast", autocast, AUTOCAST)
+        super().__init__(dim)
+        self.autocast = autocast
+
+    def extra_repr(self) -> str:
+        return _repr(self, super().extra_repr(), autocast="keep")
+
+    def forward(self, input: Tensor) -> Tensor:
+        return getattr(functional, self._function)(input, self.dim, _stacklevel=5, autocast=self.autocast)
+
+
+class Softmax(_AlongDimension, torch.nn.Softmax):
     """``torch.nn.Softmax`` on the fused kernels; see :func:`memkern.functional.softmax`.
 
     Args:
@@ -150,32 +176,16 @@ class Softmax(torch.nn.Softmax):
         ValueError: another ``autocast``.
     """
 
-    autocast = "keep"
-
-    def __init__(self, dim: int | None = None, *, autocast: str = "keep") -> None:
-        one_of("autocast", autocast, AUTOCAST)
-        super().__init__(dim)
-        self.autocast = autocast
-
-    def forward(self, input: Tensor) -> Tensor:
-        return functional.softmax(input, self.dim, _stacklevel=5, autocast=self.autocast)
+    _function = "softmax"
 
 
-class LogSoftmax(torch.nn.LogSoftmax):
+class LogSoftmax(_AlongDimension, torch.nn.LogSoftmax):
     """``torch.nn.LogSoftmax`` on the fused kernels; see :func:`memkern.functional.log_softmax`.
 
     Arguments and what is raised are those of :class:`Softmax`.
     """
 
-    autocast = "keep"
-
-    def __init__(self, dim: int | None = None, *, autocast: str = "keep") -> None:
-        one_of("autocast", autocast, AUTOCAST)
-        super().__init__(dim)
-        self.autocast = autocast
-
-    def forward(self, input: Tensor) -> Tensor:
-        return functional.log_softmax(input, self.dim, _stacklevel=5, autocast=self.autocast)
+    _function = "log_softmax"
 
 
 class ScaledMaskedSoftmax(torch.nn.Module):
@@ -196,14 +206,15 @@ class ScaledMaskedSoftmax(torch.nn.Module):
         autocast: str = "keep",
         inplace_backward: bool = False,
     ) -> None:
-        check_options(scale, causal, fully_masked, dropout)
+        check_options(scale, causal, fully_masked, dropout, dtype)
         one_of("autocast", autocast, AUTOCAST)
         super().__init__()
-        self.scale, self.causal, self.fully_masked, self.dropout = scale, causal, fully_masked, dropout
+        self.scale, self.causal, self.fully_masked, self.dropout = float(scale), causal, fully_masked, float(dropout)
         self.dtype, self.autocast, self.inplace_backward = dtype, autocast, inplace_backward
 
     def extra_repr(self) -> str:
-        return f"scale={self.scale}, causal={self.causal!r}, dropout={self.dropout}"
+        defaults = {"causal": None, "fully_masked": "nan", "dropout": 0.0, "dtype": None, "autocast": "keep"}
+        return _repr(self, f"scale={self.scale}", **defaults, inplace_backward=False)
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         names = ("scale", "causal", "fully_masked", "dtype", "autocast", "inplace_backward")

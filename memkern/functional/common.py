@@ -21,6 +21,14 @@ def floating(name: str, value: object) -> Tensor:
         raise TypeError(f"{name}: got {type(value).__name__}, needs a Tensor")
     if value.dtype not in backends.DTYPES:
         raise TypeError(f"{name}: got dtype {value.dtype}, needs float16, bfloat16, float32 or float64")
+    return dense(name, value)
+
+
+def dense(name: str, value: Tensor) -> Tensor:
+    """``value``, if it is neither sparse nor nested."""
+    if value.is_nested or value.layout != torch.strided:
+        kind = "a nested" if value.is_nested else f"a {value.layout}"
+        raise TypeError(f"{name}: got {kind} Tensor, needs a dense one")
     return value
 
 

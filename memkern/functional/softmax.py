@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+import operator
 import warnings
 from collections.abc import Callable
 
@@ -11,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from memkern import backends
-from memkern.functional.common import AUTOCAST, floating, one_of, torch_dtype
+from memkern.functional.common import AUTOCAST, dense, floating, one_of, torch_dtype
 from memkern.functional.reuse import alone, watched
 from memkern.functional.softmax_autograd import Plan
 from memkern.functional.softmax_autograd import softmax as run
@@ -45,7 +48,7 @@ def softmax(
         A contiguous tensor of the input's shape. Where everything is -inf, or anything inf or NaN, it is NaN.
 
     Raises:
-        TypeError: ``input`` is not a tensor of those dtypes, ``dtype`` is another, ``dim`` is not an int.
+        TypeError: ``input`` is not a dense tensor of those dtypes, ``dtype`` is another, ``dim`` is not an int.
         IndexError: ``dim`` is out of range.
         ValueError: another ``autocast``.
     """
@@ -111,15 +114,15 @@ def scaled_masked_softmax(
         A contiguous tensor of the input's shape.
 
     Raises:
-        TypeError: ``input`` is not a tensor of those dtypes, or ``mask`` not of its, ``dtype`` is another, ``scale`` or
-            ``dropout`` is not a number.
+        TypeError: ``input`` is not a dense tensor of those dtypes, or ``mask`` not of its, ``dtype`` is another,
+            ``scale`` or ``dropout`` is not a number.
         ValueError: a mask that does not broadcast or is on another device, too few dimensions, as many queries as keys
-            are needed and not there, ``dropout`` is outside [0, 1), another ``causal``, ``fully_masked`` or
-            ``autocast``.
+            are needed and not there, ``scale`` is not finite, ``dropout`` is outside [0, 1), another ``causal``,
+            ``fully_masked`` or ``autocast``.
         RuntimeError: from backward, with ``inplace_backward``, as said there; and with ``create_graph=True``.
     """
     one_of("autocast", autocast, AUTOCAST)
-    check_options(scale, causal, fully_masked, dropout)
+    check_options(scale, causal, fully_masked, dropout, dtype)
     x, out = _dtypes(F.softmax, input, dtype, autocast)
     needed = 1 if causal is None else 2
     if x.dim() < needed:
@@ -142,15 +145,25 @@ def scaled_masked_softmax(
     return dropped if dropout > 0 else y
 
 
-def check_options(scale: float, causal: str | None, fully_masked: str, dropout: float) -> None:
+def check_options(
+    scale: float, causal: str | None, fully_masked: str, dropout: float, dtype: torch.dtype | None
+) -> None:
     """Raise unless these arguments of :func:`scaled_masked_softmax` are what they are to be."""
     for name, value in (("scale", scale), ("dropout", dropout)):
-        if not isinstance(value, (int, float, torch.SymFloat)):
+        if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
             raise TypeError(f"{name}: got {type(value).__name__}, needs a number")
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"scale: got {scale}, needs a finite number")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout: got {dropout}, needs a number of at least 0 and below 1")
     one_of("causal", causal, CAUSAL)
     one_of("fully_masked", fully_masked, FULLY_MASKED)
+    _check_dtype(dtype)
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in backends.DTYPES:
+        raise TypeError(f"dtype: got {dtype}, needs float16, bfloat16, float32 or float64")
 
 
 def _along(
@@ -166,8 +179,9 @@ def _along(
             stacklevel=stacklevel,
         )
         dim = 0 if x.dim() in (0, 1, 3) else 1
-    if not isinstance(dim, (int, torch.SymInt)):
+    if isinstance(dim, bool) or not isinstance(dim, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"dim: got {type(dim).__name__}, needs an int")
+    dim = operator.index(dim)
     dimensions = max(x.dim(), 1)
     if not -dimensions <= dim < dimensions:
         raise IndexError(f"dim: got {dim}, needs {-dimensions} to {dimensions - 1} for shape {tuple(x.shape)}")
@@ -185,11 +199,11 @@ def _dtypes(
     if dtype is None:
         x = floating("input", input)
         return x, torch_dtype(function, x, 1) if autocast == "torch" else x.dtype
-    if dtype not in backends.DTYPES:
-        raise TypeError(f"dtype: got {dtype}, needs float16, bfloat16, float32 or float64")
+    _check_dtype(dtype)
     if not isinstance(input, Tensor) or input.is_complex():
         got = f"dtype {input.dtype}" if isinstance(input, Tensor) else type(input).__name__
         raise TypeError(f"input: got {got}, needs a real Tensor")
+    input = dense("input", input)
     read_as_is = dtype == torch.float32 and input.dtype in (torch.float16, torch.bfloat16)
     return input if read_as_is else input.to(dtype), dtype
 
@@ -200,6 +214,7 @@ def _broadcasting(mask: Tensor, x: Tensor) -> Tensor:
         raise TypeError(f"mask: got {type(mask).__name__}, needs a Tensor")
     if mask.dtype not in MASK_DTYPES:
         raise TypeError(f"mask: got dtype {mask.dtype}, needs bool, float16, bfloat16 or float32")
+    dense("mask", mask)
     if mask.device != x.device:
         raise ValueError(f"mask: got device {mask.device}, needs that of input, {x.device}")
     sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
