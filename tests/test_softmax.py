@@ -25,6 +25,7 @@ from tests.softmax_cases import (
     random,
     wide,
 )
+from tests.ulp import all_patterns
 
 # Around the limits between the ways of going through a row.
 SHORT = (1, 2, 31, 32, 33, 64, 127, 129, 513, 1023, 1024, 1025)
@@ -61,6 +62,19 @@ def test_a_row_of_262144(backend, device) -> None:
     y, _ = forward(backend, x)
     assert_probabilities(y, exact_forward(x))
     assert_gradient(backward(backend, dy, y), dy, y)
+
+
+def test_every_fp16_value_in_and_out(backend, device) -> None:
+    """Subnormal ones, too: read as they are, and rounded to nearest even."""
+    x = all_patterns(torch.float16)
+    x = x[x.isfinite()].view(-1, 31).to(device)
+    y, _ = forward(backend, x, scale=64.0, log=True, dtype=torch.float32)
+    assert_log_probabilities(y, exact_forward(x, scale=64.0, log=True))
+    halfway = (x.float()[:, :-1] + x.float()[:, 1:]) / 2  # of neighbours
+    nothing = torch.full_like(halfway, -INF)
+    for g in (halfway, halfway * (1 + 2**-20), halfway * 2**-12):
+        dx = backward(backend, g, nothing, log=True, dtype=torch.float16)
+        assert torch.equal(dx, g.half())
 
 
 def test_fp64(backend, device) -> None:

@@ -211,20 +211,15 @@ struct Options {
   Dropout<A> dropout;
 };
 
-// What there is a largest of: z where a mask is added, else x with the sign of scale. Where x lies, or in buffer.
-template <class T, class A>
-MK_HD const A* ranks(const Scale<A>& scale, const T* x, const MaskRow<A>& mask, int64_t n, A* buffer) {
-  const auto signed_x = [&](int64_t i) MEMKERN_INLINED { return A(widen(x[i])) * scale.sign; };
-  if (mask.added) {
-    for (int64_t i = 0; i < n; ++i) buffer[i] = logit(signed_x(i), scale.positive, mask.added[i]);
-  } else if (mask.hidden) {
-    for (int64_t i = 0; i < n; ++i) buffer[i] = mask.hidden[i] ? -A(INFINITY) : signed_x(i);
-  } else if (scale.sign != 1) {
-    for (int64_t i = 0; i < n; ++i) buffer[i] = signed_x(i);
-  } else {
-    return widened(x, n, buffer);
-  }
-  return buffer;
+// What there is a largest of: z where a mask is added, else x with the sign of scale. `x` may be `to`.
+template <class A>
+MK_HD void ranks(const Scale<A>& scale, const A* x, const MaskRow<A>& mask, int64_t n, A* to) {
+  if (mask.added)
+    for (int64_t i = 0; i < n; ++i) to[i] = logit(x[i] * scale.sign, scale.positive, mask.added[i]);
+  else if (mask.hidden)
+    for (int64_t i = 0; i < n; ++i) to[i] = mask.hidden[i] ? -A(INFINITY) : x[i] * scale.sign;
+  else
+    for (int64_t i = 0; i < n; ++i) to[i] = x[i] * scale.sign;
 }
 
 // y of a row, of which the first `live` elements count, and what dropout makes of it (where numbers are given).
@@ -232,10 +227,12 @@ template <class T, class U, class A>
 MEMKERN_CLONES void forward_row(const Options<A>& a, const T* x, const MaskRow<A>& mask, const uint32_t* numbers,
                                 int64_t live, int64_t n, A* buffer, A* e, U* y, U* dropped) {
   const Scale<A> parts(a.scale);
-  const A* rank = ranks(parts, x, mask, live, buffer);
+  const A* wide = widened(x, live, mask.added ? e : buffer);
+  const A* rank = wide;
+  if (mask.added || mask.hidden || parts.sign != 1) ranks(parts, wide, mask, live, buffer), rank = buffer;
   const A scale = parts.positive, sign = parts.sign, shift = shift_of(largest(rank, live, x + 2 * n, y + 2 * n));
   if (mask.added) {
-    for (int64_t i = 0; i < live; ++i) e[i] = scaled_exp(shifted(A(widen(x[i])) * sign, scale, shift, mask.added[i]));
+    for (int64_t i = 0; i < live; ++i) e[i] = scaled_exp(shifted(wide[i] * sign, scale, shift, mask.added[i]));
   } else {
     for (int64_t i = 0; i < live; ++i) e[i] = scaled_exp(shifted(rank[i], scale, shift));
   }
@@ -243,14 +240,14 @@ MEMKERN_CLONES void forward_row(const Options<A>& a, const T* x, const MaskRow<A
   const A factor = softmax_factor(sum, a.zero_masked);
   if (a.log) {
     const A log_sum = std::log(sum * kUnscaled<A>);
-    for (int64_t i = 0; i < live; ++i) store(y + i, shifted(rank[i], scale, shift) - log_sum);
+    store_row(y, live, buffer, [&](int64_t i) MEMKERN_INLINED { return shifted(rank[i], scale, shift) - log_sum; });
   } else {
-    for (int64_t i = 0; i < live; ++i) store(y + i, e[i] * factor);
+    store_row(y, live, buffer, [&](int64_t i) MEMKERN_INLINED { return e[i] * factor; });
   }
   const A rest = sum != 0 || a.zero_masked ? A(0) : std::numeric_limits<A>::quiet_NaN();
   for (int64_t i = live; i < n; ++i) store(y + i, rest);
   if (!numbers) return;
-  for (int64_t i = 0; i < live; ++i) store(dropped + i, a.dropout(e[i] * factor, numbers[i]));
+  store_row(dropped, live, buffer, [&](int64_t i) MEMKERN_INLINED { return a.dropout(e[i] * factor, numbers[i]); });
   for (int64_t i = live; i < n; ++i) store(dropped + i, a.dropout(rest, numbers[i]));
 }
 
@@ -266,10 +263,10 @@ MEMKERN_CLONES void backward_row(const Options<A>& a, const U* dy, const U* y, c
   }
   if (a.log) {
     const A sum = sum_of(g, live, dy + 2 * n, y + 2 * n, dx + 2 * n) * kUnscaled<A>;
-    for (int64_t i = 0; i < live; ++i) store(dx + i, a.scale * (g[i] - scaled_exp(p[i]) * sum));
+    store_row(dx, live, p_row, [&](int64_t i) MEMKERN_INLINED { return a.scale * (g[i] - scaled_exp(p[i]) * sum); });
   } else {
     const A sum = sum_of_products(g, p, live, dy + 2 * n, y + 2 * n, dx + 2 * n);
-    for (int64_t i = 0; i < live; ++i) store(dx + i, a.scale * p[i] * (g[i] - sum));
+    store_row(dx, live, p_row, [&](int64_t i) MEMKERN_INLINED { return a.scale * p[i] * (g[i] - sum); });
   }
   for (int64_t i = live; i < n; ++i) store(dx + i, A(0));
 }
