@@ -11,7 +11,7 @@ namespace {
 // Threads of a block that has several rows.
 constexpr int kRowBlock = 256;
 
-// y of V columns, of which the first `live` are seen: the others are 0 in a row of which any that is seen is not masked.
+// y of V columns, of which the first `live` are seen: the others are 0, unless all that is seen of the row is masked.
 template <class T, class O, class A, int V>
 __device__ __forceinline__ void finish_columns(const Forward<T, O>& a, const Finish<A>& finish, int64_t live,
                                                bool any, A (&y)[V]) {
