@@ -150,9 +150,18 @@ inline MaskRows mask_rows(const Tensor& x, const MaybeTensor& mask, int64_t dim,
 // ---- Formulas ---------------------------------------------------------------
 //
 // Of a row, with z = scale x + mask and m near the largest z:  e = exp(z - m),  y = e / sum e,  and log-softmax
-// is (z - m) - log sum e.  z - m is one fma, since scale x rounded to its own size would be too rough: any m will do
-// that is one for the row. A masked z is -inf, and its e is 0.
+// is (z - m) - log sum e. Any m will do that is one for the row, but z - m has to be accurate, which z rounded to its
+// own size is not, and never far above 0. A masked z is -inf, and its e is 0.
 // With g = dy after dropout,  dx = scale y (g - sum(g y)),  or, for log-softmax,  dx = scale (g - exp(y) sum(g)).
+
+// scale x = positive (sign x), so that -inf can stand for a masked x, and the largest of sign x has the largest z.
+template <class A>
+struct Scale {
+  A positive, sign;  // the sign of 0 is 0, beside a 1
+
+  Scale() = default;
+  explicit Scale(A scale) : positive(scale == 0 ? 1 : std::abs(scale)), sign(scale > 0 ? 1 : scale < 0 ? -1 : 0) {}
+};
 
 // m, or 0 where every z is -inf: exp(-inf - -inf) is never asked for.
 template <class A>
@@ -160,25 +169,30 @@ MK_HD A shift_of(A max) {
   return max == -A(INFINITY) ? A(0) : max;
 }
 
-// z, for the search of the largest.
+// Below, x has the sign of scale, and scale has none.
+
+// z - m without a mask that is added, where top is the x of the largest z.
+template <class A>
+MK_HD A shifted(A x, A scale, A top) {
+  return (x - top) * scale;
+}
+
+// z with one.
 template <class A>
 MK_HD A logit(A x, A scale, A mask) {
   return std::fma(x, scale, mask);
 }
 
-// z - m without a mask that is added.
+// z - m with one, where m is the largest logit().
 template <class A>
-MK_HD A shifted(A x, A scale, A shift) {
-  return std::fma(x, scale, -shift);
-}
-
-// z - m with one: what mask - m loses to rounding (Knuth's two-sum) is added last, since both may be large beside
-// z - m (a row that is masked by -65504 throughout).
-template <class A>
-MK_HD A shifted(A x, A scale, A shift, A mask) {
-  const A sum = mask - shift, back = sum - mask;
-  const A lost = (mask - (sum - back)) - (shift + back);
-  return std::fma(x, scale, sum) + (lost == lost ? lost : A(0));  // NaN where the mask is infinite
+MK_HD A shifted(A x, A scale, A m, A mask) {
+  // Up to where the distance between neighbours is 2, and so m within 1 of the largest z, z is not rounded: what
+  // mask - m loses to rounding (Knuth's two-sum) is added last, since both may be large beside z - m (a row that is
+  // masked by -65504 throughout). Beyond that, z is logit(), so that no z is above m.
+  constexpr A exact = sizeof(A) == 8 ? A(0x1p54) : A(0x1p25);
+  const A z = logit(x, scale, mask), sum = mask - m, back = sum - mask;
+  const A lost = (mask - (sum - back)) - (m + back);
+  return -exact < z && z < exact ? std::fma(x, scale, sum) + lost : z - m;
 }
 
 // e^d of d <= 0 or just above; Storage is the type that y is rounded to.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,14 @@ from memkern.functional.gelu import GELU_FORMS
 from memkern.functional.linear_cross_entropy import check_chunk
 from memkern.functional.norm import check_eps
 from memkern.functional.softmax import check_options
+
+
+def _repr(layer: torch.nn.Module, always: str, *options: str) -> str:
+    """``always``, and those options of the layer that are not at their default."""
+    parameters = inspect.signature(type(layer)).parameters
+    given = ((name, getattr(layer, name)) for name in options)
+    changed = [f"{name}={value!r}" for name, value in given if value != parameters[name].default]
+    return ", ".join([always, *changed] if always else changed)
 
 
 class GELU(torch.nn.GELU):
@@ -66,6 +75,9 @@ class LayerNorm(torch.nn.LayerNorm):
         one_of("autocast", autocast, AUTOCAST)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.autocast, self.memory_efficient = autocast, memory_efficient
+
+    def extra_repr(self) -> str:
+        return _repr(self, super().extra_repr(), "autocast", "memory_efficient")
 
     def _arguments(self) -> dict[str, Any]:
         names = ("normalized_shape", "weight", "bias", "eps", "autocast", "memory_efficient")
@@ -119,6 +131,9 @@ class RMSNorm(torch.nn.RMSNorm):
         self.zero_centred, self.autocast, self.memory_efficient = zero_centred, autocast, memory_efficient
         self.reset_parameters()
 
+    def extra_repr(self) -> str:
+        return _repr(self, super().extra_repr(), "zero_centred", "autocast", "memory_efficient")
+
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.zero_centred and self.weight is not None:
@@ -142,7 +157,27 @@ class AddRMSNorm(RMSNorm):
         return functional.add_rms_norm(input, residual, **self._arguments())
 
 
-class Softmax(torch.nn.Softmax):
+class _AlongDimension(torch.nn.Module):
+    """What Softmax and LogSoftmax share: to come before torch's own among the bases."""
+
+    # Also on the class, so that a layer of torch.nn whose class is changed (memkern.patch) has it.
+    autocast = "keep"
+    dim: int | None
+    _function: str
+
+    def __init__(self, dim: int | None = None, *, autocast: str = "keep") -> None:
+        one_of("autocast", autocast, AUTOCAST)
+        super().__init__(dim)
+        self.autocast = autocast
+
+    def extra_repr(self) -> str:
+        return _repr(self, super().extra_repr(), "autocast")
+
+    def forward(self, input: Tensor) -> Tensor:
+        return getattr(functional, self._function)(input, self.dim, _stacklevel=5, autocast=self.autocast)
+
+
+class Softmax(_AlongDimension, torch.nn.Softmax):
     """``torch.nn.Softmax`` on the fused kernels; see :func:`memkern.functional.softmax`.
 
     Args:
@@ -152,32 +187,16 @@ class Softmax(torch.nn.Softmax):
         ValueError: another ``autocast``.
     """
 
-    autocast = "keep"
-
-    def __init__(self, dim: int | None = None, *, autocast: str = "keep") -> None:
-        one_of("autocast", autocast, AUTOCAST)
-        super().__init__(dim)
-        self.autocast = autocast
-
-    def forward(self, input: Tensor) -> Tensor:
-        return functional.softmax(input, self.dim, _stacklevel=5, autocast=self.autocast)
+    _function = "softmax"
 
 
-class LogSoftmax(torch.nn.LogSoftmax):
+class LogSoftmax(_AlongDimension, torch.nn.LogSoftmax):
     """``torch.nn.LogSoftmax`` on the fused kernels; see :func:`memkern.functional.log_softmax`.
 
     Arguments and what is raised are those of :class:`Softmax`.
     """
 
-    autocast = "keep"
-
-    def __init__(self, dim: int | None = None, *, autocast: str = "keep") -> None:
-        one_of("autocast", autocast, AUTOCAST)
-        super().__init__(dim)
-        self.autocast = autocast
-
-    def forward(self, input: Tensor) -> Tensor:
-        return functional.log_softmax(input, self.dim, _stacklevel=5, autocast=self.autocast)
+    _function = "log_softmax"
 
 
 class ScaledMaskedSoftmax(torch.nn.Module):
@@ -198,26 +217,21 @@ class ScaledMaskedSoftmax(torch.nn.Module):
         autocast: str = "keep",
         inplace_backward: bool = False,
     ) -> None:
-        check_options(scale, causal, fully_masked, dropout)
+        check_options(scale, causal, fully_masked, dropout, dtype)
         one_of("autocast", autocast, AUTOCAST)
         super().__init__()
-        self.scale, self.causal, self.fully_masked, self.dropout = scale, causal, fully_masked, dropout
+        self.scale, self.causal, self.fully_masked, self.dropout = float(scale), causal, fully_masked, float(dropout)
         self.dtype, self.autocast, self.inplace_backward = dtype, autocast, inplace_backward
 
     def extra_repr(self) -> str:
-        return f"scale={self.scale}, causal={self.causal!r}, dropout={self.dropout}"
+        names = ("causal", "fully_masked", "dropout", "dtype", "autocast", "inplace_backward")
+        return _repr(self, f"scale={self.scale}", *names)
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         names = ("scale", "causal", "fully_masked", "dtype", "autocast", "inplace_backward")
         options = {name: getattr(self, name) for name in names}
         dropout = self.dropout if self.training else 0.0
         return functional.scaled_masked_softmax(input, mask, dropout=dropout, **options)
-
-
-def _not_default(module: torch.nn.Module, *names: str) -> list[str]:
-    """``name=value`` of the options that are not those of the module's class."""
-    given = {name: getattr(module, name) for name in names}
-    return [f"{name}={value}" for name, value in given.items() if value != getattr(type(module), name)]
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -257,7 +271,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         self.grad_in_forward, self.overwrite_logits = grad_in_forward, overwrite_logits
 
     def extra_repr(self) -> str:
-        return ", ".join(_not_default(self, "z_loss", "softcap", "grad_in_forward", "overwrite_logits"))
+        return _repr(self, super().extra_repr(), "z_loss", "softcap", "grad_in_forward", "overwrite_logits")
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         names = ("weight", "ignore_index", "reduction", "label_smoothing", "z_loss", "softcap")
@@ -301,7 +315,7 @@ if hasattr(torch.nn, "LinearCrossEntropyLoss"):  # PyTorch 2.14 has it
             self.z_loss, self.softcap, self.chunk_tokens = z_loss, softcap, chunk_tokens
 
         def extra_repr(self) -> str:
-            return ", ".join([super().extra_repr(), *_not_default(self, "z_loss", "softcap", "chunk_tokens")])
+            return _repr(self, super().extra_repr(), "z_loss", "softcap", "chunk_tokens")
 
         def forward(self, input: Tensor, target: Tensor) -> Tensor:
             options = {name: getattr(self, name) for name in ("reduction", "label_smoothing", "z_loss", "softcap")}

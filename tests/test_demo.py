@@ -359,3 +359,20 @@ def test_info_as_a_command_with_a_backend_chosen_by_hand():
     done = run_memkern("info", NO_COLOR="1", PYTHONIOENCODING="ascii", COLUMNS="200", MEMKERN_BACKEND="reference")
     assert done.returncode == 0, done.stderr
     assert table_row(done.stdout, "reference") == ["runs: chosen by hand"] * 2
+
+
+def test_attention_is_the_one_that_saves_fewest_bytes():
+    """Of PyTorch's and a product with the fused softmax of the scores in between."""
+
+    def by_softmax(q, k, v, is_causal):
+        assert is_causal
+        return memkern.functional.scaled_masked_softmax(q @ k.mT, scale=q.shape[-1] ** -0.5, causal="square") @ v
+
+    saved = []
+    for attention in (demo.MEMKERN.attention, by_softmax):
+        q, k, v = (t.requires_grad_() for t in torch.randn(3, 2, 4, 128, 16))
+        with memkern.memory.saved_for_backward() as found:
+            y = attention(q, k, v, is_causal=True)
+        saved.append(found.bytes)
+        assert y.shape == v.shape
+    assert saved[0] < saved[1]

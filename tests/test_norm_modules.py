@@ -42,6 +42,14 @@ def test_modules_are_drop_ins(ours, torchs, arguments, keywords) -> None:
     model.load_state_dict(layer.state_dict())
 
 
+def test_repr_shows_the_options() -> None:
+    for ours, torchs in ((memkern.nn.LayerNorm, torch.nn.LayerNorm), (memkern.nn.RMSNorm, torch.nn.RMSNorm)):
+        assert repr(ours(4)) == repr(torchs(4))
+        shown = "autocast='torch', memory_efficient=True)"
+        assert repr(ours(4, autocast="torch", memory_efficient=True)) == f"{repr(torchs(4))[:-1]}, {shown}"
+    assert repr(memkern.nn.AddRMSNorm(4, zero_centred=True)).endswith("elementwise_affine=True, zero_centred=True)")
+
+
 def test_eps_none_is_the_epsilon_of_the_arithmetic(backend, device) -> None:
     for dtype in dtypes_of(backend):
         x = torch.full((2, 4), 2.0**-12, device=device, dtype=dtype)  # its square is below fp32's epsilon

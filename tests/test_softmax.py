@@ -25,9 +25,11 @@ from tests.softmax_cases import (
     random,
     wide,
 )
+from tests.ulp import all_patterns
 
 # Around the limits between the ways of going through a row.
-WIDTHS = (1, 2, 31, 32, 33, 64, 127, 129, 513, 1023, 1024, 1025, 2049, 4095, 4096, 4097, 8200, 16392, 70_000)
+SHORT = (1, 2, 31, 32, 33, 64, 127, 129, 513, 1023, 1024, 1025)
+WIDTHS = (*SHORT, 2047, 2048, 2049, 4095, 4096, 4097, 8200, 16392, 70_000)
 
 
 def fp32_and_halves(x: torch.Tensor) -> list[torch.Tensor]:
@@ -62,6 +64,19 @@ def test_a_row_of_262144(backend, device) -> None:
     assert_gradient(backward(backend, dy, y), dy, y)
 
 
+def test_every_fp16_value_in_and_out(backend, device) -> None:
+    """Subnormal ones, too: read as they are, and rounded to nearest even."""
+    x = all_patterns(torch.float16)
+    x = x[x.isfinite()].view(-1, 31).to(device)
+    y, _ = forward(backend, x, scale=64.0, log=True, dtype=torch.float32)
+    assert_log_probabilities(y, exact_forward(x, scale=64.0, log=True))
+    halfway = (x.float()[:, :-1] + x.float()[:, 1:]) / 2  # of neighbours
+    nothing = torch.full_like(halfway, -INF)
+    for g in (halfway, halfway * (1 + 2**-20), halfway * 2**-12):
+        dx = backward(backend, g, nothing, log=True, dtype=torch.float16)
+        assert torch.equal(dx, g.half())
+
+
 def test_fp64(backend, device) -> None:
     needs_fp64(backend)
     for width, log in itertools.product((1, 7, 130, 1025, 16392), (False, True)):
@@ -73,8 +88,8 @@ def test_fp64(backend, device) -> None:
 
 
 def test_rows_sum_to_one(backend, device) -> None:
-    for width in (1, 5, 64, 1000, 4097, 16392):
-        for x in fp32_and_halves(random(4, width).to(device)):
+    for width in (1, 5, 64, 1000, 4097, 16392, 70_000, 2**18):
+        for x in fp32_and_halves(random(2, width).to(device)):
             y, _ = forward(backend, x)
             assert ((wide(y).sum(-1) - 1).abs() <= torch.finfo(x.dtype).eps * width**0.5).all()
 

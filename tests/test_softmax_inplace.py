@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
+import memkern
 from memkern.functional import scaled_masked_softmax
+from memkern.functional.reuse import alone
 from tests.softmax_cases import random
 
 HELD = "inplace_backward: the gradient of the output is held elsewhere"
@@ -88,7 +92,7 @@ def test_a_gradient_that_is_held_raises_and_is_left_alone(backend, device) -> No
     raises(lambda: (y * dy).sum().backward())
     assert torch.equal(held[0], dy)
 
-    for keep in (lambda g: g.view(-1), lambda g: g.detach(), lambda g: g[1:]):
+    for keep in (lambda g: g.view(-1), lambda g: g.detach(), lambda g: g[1:], lambda g: g.untyped_storage()):
         y = ours(x)
         y.register_hook(lambda g, keep=keep: held.append(keep(g)))
         raises(lambda y=y: (y * dy).sum().backward())
@@ -102,7 +106,7 @@ def test_a_gradient_shared_with_another_consumer_raises(backend, device) -> None
     x, w = random(2, 3, 8).to(device)
     x.requires_grad_()
     other = w.clone().requires_grad_()
-    for meet in (lambda e, y: e + y, lambda e, y: (e.view(-1) + y.view(-1))):
+    for meet in (lambda e, y: e + y, lambda e, y: e.view(-1) + y.view(-1)):
         waiting = other.exp()  # older than y, so that its backward runs later
         y = ours(x)
         raises(lambda y=y, e=waiting, meet=meet: meet(e, y).square().sum().backward())
@@ -112,6 +116,71 @@ def test_a_gradient_shared_with_another_consumer_raises(backend, device) -> None
     (y + late).square().sum().backward()
     (expected,) = torch.autograd.grad((ours(x, inplace=False) + late.detach()).square().sum(), x)
     torch.testing.assert_close(x.grad, expected)
+
+
+def in_place(x: Tensor, w: Tensor) -> bool:
+    """Whether a backward pass that nothing else looks into overwrites the gradient."""
+    scores = x.detach().requires_grad_() * 1
+    y = ours(scores)
+    where = places(y, scores)
+    (y * w).sum().backward()
+    return where[0] == where[1]
+
+
+class Keeps(torch.utils._python_dispatch.TorchDispatchMode):
+    """Holds whatever passes by."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.kept = [*getattr(self, "kept", ()), (args, result)]
+        return result
+
+
+def test_who_looks_on_at_the_first_call_does_not_matter_later(backend, device) -> None:
+    """What nothing else holds is measured then: a debugger, which holds the locals it reads, made it one more."""
+    x, w = random(2, 3, 8).to(device)
+
+    def debugger(frame, event, argument):
+        assert frame.f_locals is not None
+        return debugger
+
+    alone.cache_clear()
+    before = sys.gettrace()
+    sys.settrace(debugger)
+    try:
+        assert not in_place(x, w)
+    finally:
+        sys.settrace(before)
+    assert in_place(x, w) or before
+    alone.cache_clear()
+    with Keeps():
+        raises(lambda: in_place(x, w))
+    assert in_place(x, w) or before
+
+
+def test_looking_at_a_gradient_is_not_holding_it(backend, device) -> None:
+    x, w = random(2, 3, 8).to(device)
+    y = ours(x.requires_grad_())
+    y.register_hook(lambda g: (g.untyped_storage().nbytes(), g.view(-1), None)[2])
+    (y * w).sum().backward()
+    with torch.autograd.detect_anomaly(check_nan=False):
+        assert in_place(x, w)
+    for reentrant in (False, True):
+        torch.utils.checkpoint.checkpoint(lambda x: ours(x) * w, x, use_reentrant=reentrant).sum().backward()
+
+
+def test_batched_gradients_are_not_overwritten(backend, device) -> None:
+    x, *w = random(3, 3, 8).to(device)
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad(ours(x), x, torch.stack(w), is_grads_batched=True)
+    for i in range(2):
+        torch.testing.assert_close(dx[i], torch.autograd.grad(ours(x, inplace=False), x, w[i])[0])
+
+
+def test_a_full_backward_hook_holds_the_gradient(backend, device) -> None:
+    layer = memkern.nn.ScaledMaskedSoftmax(inplace_backward=True)
+    layer.register_full_backward_hook(lambda *arguments: None)
+    raises(lambda: layer(random(3, 8).to(device).requires_grad_() * 1).square().sum().backward())
 
 
 def test_create_graph_raises(backend, device) -> None:

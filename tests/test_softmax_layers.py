@@ -149,6 +149,8 @@ def test_fully_masked_rows(backend, device) -> None:
         assert nan[..., 0, :].isnan().all() and torch.equal(nan[..., 1:, :], zero[..., 1:, :])
     bottom = scaled_masked_softmax(torch.zeros(3, 1, device=device), causal="bottom_right", fully_masked="zero")
     assert bottom.flatten().tolist() == [0.0, 0.0, 1.0]
+    both = scaled_masked_softmax(torch.zeros(3, 3, device=device), mask.new_tensor([1, 0, 0]), causal="square")
+    assert both[0].isnan().all() and both[1:].tolist() == [[0.0, 1.0, 0.0], [0.0, 0.5, 0.5]]
 
 
 def test_a_mask_that_requires_grad(backend, device) -> None:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,9 +37,18 @@ def test_modules_are_drop_ins(name) -> None:
             assert places[:1] == places[1:] and len(places) == (2 if arguments == () else 0)
 
 
+def test_repr_shows_the_options() -> None:
+    assert repr(memkern.nn.Softmax(1, autocast="torch")) == "Softmax(dim=1, autocast='torch')"
+    assert repr(memkern.nn.LogSoftmax(1, autocast="torch")) == "LogSoftmax(dim=1, autocast='torch')"
+    assert repr(memkern.nn.ScaledMaskedSoftmax(np.float32(2))) == "ScaledMaskedSoftmax(scale=2.0)"
+    layer = memkern.nn.ScaledMaskedSoftmax(dtype=torch.float32, autocast="torch", inplace_backward=True)
+    shown = "scale=1.0, dtype=torch.float32, autocast='torch', inplace_backward=True"
+    assert repr(layer) == f"ScaledMaskedSoftmax({shown})"
+
+
 def test_scaled_masked_softmax_module(backend, device) -> None:
     layer = memkern.nn.ScaledMaskedSoftmax(0.5, causal="square", fully_masked="zero", dropout=0.5)
-    assert repr(layer) == "ScaledMaskedSoftmax(scale=0.5, causal='square', dropout=0.5)"
+    assert repr(layer) == "ScaledMaskedSoftmax(scale=0.5, causal='square', fully_masked='zero', dropout=0.5)"
     x, mask = random(2, 6, 6).to(device), (random(6, seed=1) > 1).to(device)
     for twin in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         trained = twin.train()(x, mask)
@@ -103,9 +113,15 @@ def test_bad_input(backend, device, name) -> None:
             function(x, dim)
     with pytest.raises(IndexError, match=r"dim: got 1, needs -1 to 0 for shape \(\)"):
         function(x[0, 0], 1)
-    for dim in (1.0, "1", (1,)):
+    for dim in (1.0, "1", (1,), True, torch.tensor(1)):
         with pytest.raises(TypeError, match="dim: got .*needs an int"):
             function(x, dim)
+    assert torch.equal(function(x, np.int64(1)), function(x, 1))
+    nested = torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged)
+    for bad, kind in ((x.to_sparse(), "torch.sparse_coo"), (nested, "nested")):
+        for dtype in (None, torch.float32):
+            with pytest.raises(TypeError, match=f"input: got a {kind} Tensor, needs a dense one"):
+                function(bad, 1, dtype=dtype)
     with pytest.raises(ValueError, match="autocast: got 'fp32', needs 'keep' or 'torch'"):
         function(x, 1, autocast="fp32")
     with pytest.raises(ValueError, match="autocast: got 'fp32'"):
@@ -133,9 +149,23 @@ def test_bad_input_of_scaled_masked_softmax(backend, device) -> None:
         f(x, [True])
     with pytest.raises(ValueError, match="mask: got device meta"):
         f(x, torch.zeros(4, device="meta"))
+    with pytest.raises(TypeError, match="mask: got a torch.sparse_coo Tensor, needs a dense one"):
+        f(x, (x > 0).to_sparse())
+    with pytest.raises(TypeError, match="input: got a torch.sparse_coo Tensor, needs a dense one"):
+        f(x.to_sparse())
+    assert torch.equal(f(x, None, np.float32(0.5)), f(x, None, 0.5))
+    assert torch.equal(f(x, None, np.int64(2), dropout=np.float64(0)), f(x, None, 2))
     for make in (lambda **options: f(x, **options), memkern.nn.ScaledMaskedSoftmax):
-        with pytest.raises(TypeError, match="scale: got Tensor, needs a number"):
-            make(scale=x)
+        for scale in (x, True, "1", 1j, np.bool_(True)):
+            with pytest.raises(TypeError, match="scale: got .*, needs a number"):
+                make(scale=scale)
+        for scale in (float("nan"), float("inf")):
+            with pytest.raises(ValueError, match="scale: got (nan|inf), needs a finite number"):
+                make(scale=scale)
+        with pytest.raises(TypeError, match="dropout: got bool, needs a number"):
+            make(dropout=False)
+        with pytest.raises(TypeError, match="dtype: got torch.int32, needs float16, bfloat16, float32 or float64"):
+            make(dtype=torch.int32)
         for dropout in (-0.1, 1.0, float("nan")):
             with pytest.raises(ValueError, match="dropout: got .*at least 0 and below 1"):
                 make(dropout=dropout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ import memkern
 from memkern import functional
 from memkern.functional import log_softmax, scaled_masked_softmax, softmax
 from tests.norm_cases import needs_fp64
-from tests.softmax_cases import plain_chain, random
+from tests.softmax_cases import plain_chain, random, value_and_gradient
 
 BOTH = pytest.mark.parametrize("name", ("softmax", "log_softmax"))
 
@@ -144,6 +146,22 @@ def test_compile_with_dropout(backend, device, compiler) -> None:
     torch.testing.assert_close(y, expected)
     dy = random(3, 64, seed=1).to(device)
     torch.testing.assert_close(torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, x, dy))
+
+
+def test_compile_with_inductor() -> None:
+    """Its generated code before and after, once, on the CPU."""
+    if shutil.which("g++") is None:
+        pytest.skip("inductor: no C++ compiler here")
+    torch._dynamo.reset()
+    x, dy = random(2, 3, 5, 8)
+    mask = random(5, 8, seed=1) > 1
+
+    def f(x):
+        return scaled_masked_softmax(2 * x, mask, 0.5, causal="bottom_right") * 3
+
+    with memkern.backend("cpu" if memkern.backends.unavailable("cpu") is None else "reference"):
+        found = value_and_gradient(torch.compile(f, fullgraph=True), x, dy)
+        torch.testing.assert_close(found, value_and_gradient(f, x, dy))
 
 
 def test_export(backend, device) -> None:

@@ -3,6 +3,10 @@
 
 #include <type_traits>
 
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+#endif
+
 #include "loops.h"
 
 namespace memkern {
@@ -71,14 +75,56 @@ MK_HD void for_lanes(int64_t n, Body body, Sums&... sums) {
   }
 }
 
+// ---- Rows of 16-bit values --------------------------------------------------
+//
+// fp16 by the instructions that most processors have for it, in a third of the time of the arithmetic in loops.h.
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+__attribute__((target("arch=x86-64-v3"))) inline void widen_halves(const Half* from, int64_t n, float* to) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+  for (; i < n; ++i) to[i] = _cvtsh_ss(from[i].bits);
+}
+__attribute__((target("arch=x86-64-v3"))) inline void narrow_to_halves(const float* from, int64_t n, Half* to) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+  for (; i < n; ++i) to[i].bits = _cvtss_sh(from[i], 0);
+}
+#define MEMKERN_OLDEST __attribute__((target("default")))
+#else
+#define MEMKERN_OLDEST
+#endif
+MEMKERN_OLDEST inline void widen_halves(const Half* from, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; ++i) to[i] = widen(from[i]);
+}
+MEMKERN_OLDEST inline void narrow_to_halves(const float* from, int64_t n, Half* to) {
+  for (int64_t i = 0; i < n; ++i) store(to + i, from[i]);
+}
+
 // Row values in the type they are computed in: where they lie, or widened into buffer.
 template <class T>
 MK_HD const acc_t<T>* widened(const T* row, int64_t n, acc_t<T>* buffer) {
   if constexpr (std::is_same_v<T, acc_t<T>>) {
     return row;
+  } else if constexpr (std::is_same_v<T, Half>) {
+    widen_halves(row, n, buffer);
+    return buffer;
   } else {
     for (int64_t i = 0; i < n; ++i) buffer[i] = widen(row[i]);
     return buffer;
+  }
+}
+
+// Stores value(i) for all of n. The buffer may hold what value(i) reads of element i.
+template <class T, class A, class Value>
+MK_HD void store_row(T* to, int64_t n, A* buffer, Value value) {
+  if constexpr (std::is_same_v<T, Half>) {
+    for (int64_t i = 0; i < n; ++i) buffer[i] = value(i);
+    narrow_to_halves(buffer, n, to);
+  } else {
+    for (int64_t i = 0; i < n; ++i) store(to + i, value(i));
   }
 }
 

@@ -204,21 +204,6 @@ MK_HD A sum_of_products(const A* values, const A* others, int64_t n, T*... rows_
   return sum.total;
 }
 
-// Calls body(i, z): without `shift` the logit of x[i], to find the largest; with one, its distance from that.
-template <class T, class A, class Body, class... Shift>
-MK_HD void for_logits(const T* x, A scale, const MaskRow<A>& mask, int64_t n, Body body, Shift... shift) {
-  const auto at = [&](int64_t i, auto... added) MEMKERN_INLINED {
-    if constexpr (sizeof...(Shift) > 0) return shifted(A(widen(x[i])), scale, shift..., added...);
-    else return logit(A(widen(x[i])), scale, (A(0) + ... + added));
-  };
-  if (mask.hidden)
-    for (int64_t i = 0; i < n; ++i) body(i, mask.hidden[i] ? -A(INFINITY) : at(i));
-  else if (mask.added)
-    for (int64_t i = 0; i < n; ++i) body(i, at(i, mask.added[i]));
-  else
-    for (int64_t i = 0; i < n; ++i) body(i, at(i));
-}
-
 template <class A>
 struct Options {
   A scale;
@@ -226,29 +211,43 @@ struct Options {
   Dropout<A> dropout;
 };
 
+// What there is a largest of: z where a mask is added, else x with the sign of scale. `x` may be `to`.
+template <class A>
+MK_HD void ranks(const Scale<A>& scale, const A* x, const MaskRow<A>& mask, int64_t n, A* to) {
+  if (mask.added)
+    for (int64_t i = 0; i < n; ++i) to[i] = logit(x[i] * scale.sign, scale.positive, mask.added[i]);
+  else if (mask.hidden)
+    for (int64_t i = 0; i < n; ++i) to[i] = mask.hidden[i] ? -A(INFINITY) : x[i] * scale.sign;
+  else
+    for (int64_t i = 0; i < n; ++i) to[i] = x[i] * scale.sign;
+}
+
 // y of a row, of which the first `live` elements count, and what dropout makes of it (where numbers are given).
 template <class T, class U, class A>
 MEMKERN_CLONES void forward_row(const Options<A>& a, const T* x, const MaskRow<A>& mask, const uint32_t* numbers,
-                                int64_t live, int64_t n, A* z, A* e, U* y, U* dropped) {
-  for_logits(x, a.scale, mask, live, [&](int64_t i, A logit) MEMKERN_INLINED { z[i] = logit; });
-  const A shift = shift_of(largest(z, live, x + 2 * n, y + 2 * n));
-  if (a.log) {
-    for_logits(x, a.scale, mask, live, [&](int64_t i, A d) MEMKERN_INLINED { e[i] = scaled_exp(z[i] = d); }, shift);
+                                int64_t live, int64_t n, A* buffer, A* e, U* y, U* dropped) {
+  const Scale<A> parts(a.scale);
+  const A* wide = widened(x, live, mask.added ? e : buffer);
+  const A* rank = wide;
+  if (mask.added || mask.hidden || parts.sign != 1) ranks(parts, wide, mask, live, buffer), rank = buffer;
+  const A scale = parts.positive, sign = parts.sign, shift = shift_of(largest(rank, live, x + 2 * n, y + 2 * n));
+  if (mask.added) {
+    for (int64_t i = 0; i < live; ++i) e[i] = scaled_exp(shifted(wide[i] * sign, scale, shift, mask.added[i]));
   } else {
-    for_logits(x, a.scale, mask, live, [&](int64_t i, A d) MEMKERN_INLINED { e[i] = scaled_exp(d); }, shift);
+    for (int64_t i = 0; i < live; ++i) e[i] = scaled_exp(shifted(rank[i], scale, shift));
   }
   const A sum = sum_of(e, live);
   const A factor = softmax_factor(sum, a.zero_masked);
   if (a.log) {
     const A log_sum = std::log(sum * kUnscaled<A>);
-    for (int64_t i = 0; i < live; ++i) store(y + i, z[i] - log_sum);
+    store_row(y, live, buffer, [&](int64_t i) MEMKERN_INLINED { return shifted(rank[i], scale, shift) - log_sum; });
   } else {
-    for (int64_t i = 0; i < live; ++i) store(y + i, e[i] * factor);
+    store_row(y, live, buffer, [&](int64_t i) MEMKERN_INLINED { return e[i] * factor; });
   }
-  const A rest = live > 0 || a.zero_masked ? A(0) : std::numeric_limits<A>::quiet_NaN();
+  const A rest = sum != 0 || a.zero_masked ? A(0) : std::numeric_limits<A>::quiet_NaN();
   for (int64_t i = live; i < n; ++i) store(y + i, rest);
   if (!numbers) return;
-  for (int64_t i = 0; i < live; ++i) store(dropped + i, a.dropout(e[i] * factor, numbers[i]));
+  store_row(dropped, live, buffer, [&](int64_t i) MEMKERN_INLINED { return a.dropout(e[i] * factor, numbers[i]); });
   for (int64_t i = live; i < n; ++i) store(dropped + i, a.dropout(rest, numbers[i]));
 }
 
@@ -264,10 +263,10 @@ MEMKERN_CLONES void backward_row(const Options<A>& a, const U* dy, const U* y, c
   }
   if (a.log) {
     const A sum = sum_of(g, live, dy + 2 * n, y + 2 * n, dx + 2 * n) * kUnscaled<A>;
-    for (int64_t i = 0; i < live; ++i) store(dx + i, a.scale * (g[i] - scaled_exp(p[i]) * sum));
+    store_row(dx, live, p_row, [&](int64_t i) MEMKERN_INLINED { return a.scale * (g[i] - scaled_exp(p[i]) * sum); });
   } else {
     const A sum = sum_of_products(g, p, live, dy + 2 * n, y + 2 * n, dx + 2 * n);
-    for (int64_t i = 0; i < live; ++i) store(dx + i, a.scale * p[i] * (g[i] - sum));
+    store_row(dx, live, p_row, [&](int64_t i) MEMKERN_INLINED { return a.scale * p[i] * (g[i] - sum); });
   }
   for (int64_t i = live; i < n; ++i) store(dx + i, A(0));
 }

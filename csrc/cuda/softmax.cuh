@@ -7,15 +7,6 @@
 namespace memkern {
 namespace {
 
-// scale x = positive (sign x), so that -inf can stand for a masked x.
-template <class A>
-struct Scale {
-  A positive, sign;  // the sign of 0 is 0, beside a 1
-
-  Scale() = default;
-  explicit Scale(A scale) : positive(scale == 0 ? 1 : std::abs(scale)), sign(scale > 0 ? 1 : scale < 0 ? -1 : 0) {}
-};
-
 // x and dx are of T, y, dropped and dy of O: T itself, or float where T has 16 bits.
 template <class T, class O>
 struct Forward {
@@ -181,26 +172,26 @@ __device__ __forceinline__ void load_row(const Forward<T, O>& a, int64_t row, in
   });
 }
 
+// What there is a largest of: z where a mask is added, else x.
 template <bool Additive, class A>
-__device__ __forceinline__ A z_of(A x, A scale, A added) {
-  return logit(x, scale, Additive ? added : A(0));
+__device__ __forceinline__ A rank(A x, A scale, A added) {
+  return Additive ? logit(x, scale, added) : x;
 }
-// z less the largest, where `top` is what was found.
+// z less the largest, where `top` is the largest rank.
 template <bool Additive, class A>
 __device__ __forceinline__ A below(A x, A scale, A added, A top) {
-  const A shift = shift_of(top);
-  return Additive ? shifted(x, scale, shift, added) : shifted(x, scale, shift);
+  return Additive ? shifted(x, scale, shift_of(top), added) : shifted(x, scale, shift_of(top));
 }
 
-// The largest z of part of a row, and the sum of its exp(z - shift_of(max)).
-template <class A>
+// The largest rank of part of a row, and the sum of the exp of what the z are below its z.
+template <bool Additive, class A>
 struct MaxSum {
   A max = -A(INFINITY), sum = 0;
 
   // To a max that is no lower. A part that is all -inf keeps the sum 0.
   template <class Storage>
-  __device__ __forceinline__ void raise(A to) {
-    sum *= exponential<Storage>(max - shift_of(to));
+  __device__ __forceinline__ void raise(A to, A scale) {
+    sum *= exponential<Storage>((max - shift_of(to)) * (Additive ? A(1) : scale));
     max = to;
   }
 };

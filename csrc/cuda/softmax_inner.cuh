@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kInnerThreads) forward_inner(const Forward<T, 
 #pragma unroll
   for (int p = 0; p < P; ++p)
 #pragma unroll
-    for (int v = 0; v < V; ++v) top[v] = larger(top[v], z_of<false>(x[p][v], scale, A(0)));
+    for (int v = 0; v < V; ++v) top[v] = larger(top[v], x[p][v]);
   reduction.max(top);
   fill(sum, A(0));
 #pragma unroll
@@ -132,13 +132,13 @@ __global__ void __launch_bounds__(kInnerThreads) forward_inner_looped(const Forw
   const A scale = a.scale.positive;
   const uint64_t seed = a.dropout.read_seed();
   const int64_t end = mine.has_pack ? a.shape.n : 0;
-  MaxSum<A> parts[V];
+  MaxSum<false, A> parts[V];
   for (int64_t j = mine.first; j < end; j += mine.count) {
     A x[V];
     load_signed(a.x + mine.start + j * mine.step, a.scale.sign, x);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      parts[v].template raise<O>(larger(parts[v].max, z_of<false>(x[v], scale, A(0))));
+      parts[v].template raise<O>(larger(parts[v].max, x[v]), scale);
       parts[v].sum += exponential<O>(below<false>(x[v], scale, A(0), parts[v].max));
     }
   }
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kInnerThreads) forward_inner_looped(const Forw
   reduction.max(top);
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    parts[v].template raise<O>(top[v]);
+    parts[v].template raise<O>(top[v], scale);
     sum[v] = parts[v].sum;
   }
   reduction.sum(sum);

@@ -11,14 +11,14 @@ namespace {
 // Threads of a block that has several rows.
 constexpr int kRowBlock = 256;
 
-// y of V columns, of which the first `live` are seen: the others are 0, but in a row that sees none.
+// y of V columns, of which the first `live` are seen: the others are 0, unless all that is seen of the row is masked.
 template <class T, class O, class A, int V>
 __device__ __forceinline__ void finish_columns(const Forward<T, O>& a, const Finish<A>& finish, int64_t live,
-                                               bool sees_any, A (&y)[V]) {
+                                               bool any, A (&y)[V]) {
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     y[i] = finish(y[i]);
-    if (a.shape.causal && sees_any && i >= live) y[i] = 0;
+    if (a.shape.causal && any && i >= live) y[i] = 0;
   }
 }
 
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(P * V == 8 ? kRowBlock : kMaxRowThreads)
   const Columns<V, P> mine(threadIdx.x % threads, threads);
   const int64_t row = int64_t(blockIdx.x) * (blockDim.x / threads) + threadIdx.x / threads;
   const bool has_row = row < a.shape.outer;
-  const int seen = has_row ? int(a.shape.live(row)) : 0, live = seen - mine.first;
+  const int live = has_row ? int(a.shape.live(row)) - mine.first : 0;
   const uint64_t seed = a.dropout.read_seed();
   const A scale = a.scale.positive;
   A x[P][V], added[P][V];
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(P * V == 8 ? kRowBlock : kMaxRowThreads)
 #pragma unroll
   for (int p = 0; p < P; ++p)
 #pragma unroll
-    for (int i = 0; i < V; ++i) top[0] = larger(top[0], z_of<Additive>(x[p][i], scale, added[p][i]));
+    for (int i = 0; i < V; ++i) top[0] = larger(top[0], rank<Additive>(x[p][i], scale, added[p][i]));
   row_sum.max(top);
   A sum[1] = {0};
 #pragma unroll
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(P * V == 8 ? kRowBlock : kMaxRowThreads)
 #pragma unroll
   for (int p = 0; p < P; ++p)
     if (mine.at(p) < left) {
-      finish_columns(a, finish, live - mine.at(p), seen > 0, x[p]);
+      finish_columns(a, finish, live - mine.at(p), sum[0] != 0, x[p]);
       store_results(a, seed, start + mine.at(p), x[p]);
     }
 }
@@ -83,13 +83,13 @@ __global__ void __launch_bounds__(kMaxRowThreads) forward_rows_looped(const Forw
     load_row<Additive>(a, row, mask_start, c, [](int) { return 0; }, live - c, x, added);
   };
 
-  MaxSum<A> mine;
+  MaxSum<Additive, A> mine;
   for (int64_t c = threadIdx.x * V; c < live; c += step) {
     load_at(c);
     A top = mine.max;
 #pragma unroll
-    for (int i = 0; i < V; ++i) top = larger(top, z_of<Additive>(x[0][i], scale, added[0][i]));
-    mine.template raise<O>(top);
+    for (int i = 0; i < V; ++i) top = larger(top, rank<Additive>(x[0][i], scale, added[0][i]));
+    mine.template raise<O>(top, scale);
     A of_pack = 0;
 #pragma unroll
     for (int i = 0; i < V; ++i) of_pack += exponential<O>(below<Additive>(x[0][i], scale, added[0][i], top));
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kMaxRowThreads) forward_rows_looped(const Forw
   }
   A top[1] = {mine.max};
   row_sum.max(top);
-  mine.template raise<O>(top[0]);
+  mine.template raise<O>(top[0], scale);
   A sum[1] = {mine.sum};
   row_sum(sum);
 
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kMaxRowThreads) forward_rows_looped(const Forw
       const A z = below<Additive>(x[0][i], scale, added[0][i], top[0]);
       x[0][i] = a.log ? z : exponential<O>(z);
     }
-    finish_columns(a, finish, live - c, live > 0, x[0]);
+    finish_columns(a, finish, live - c, sum[0] != 0, x[0]);
     store_results(a, seed, row * a.shape.n + c, x[0]);
   }
 }

@@ -5,6 +5,9 @@ Derivatives beyond the fused gradient are those of the plain formulas of the ref
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,8 +18,8 @@ from torch.autograd import Function
 
 from memkern import ops
 from memkern.functional.common import batched_together, forward_derivative, signature_read_once
-from memkern.functional.reuse import alone, holders
-from memkern.reference.softmax import IMPLEMENTATIONS
+from memkern.functional.reuse import alone, holders, watched
+from memkern.reference.softmax import IMPLEMENTATIONS, apply_dropout
 
 Maybe = Tensor | None
 
@@ -40,7 +43,8 @@ class Plan:
         return IMPLEMENTATIONS[name] if plain else ops.op(self.backend, name)
 
     def forward(self, x: Tensor, mask: Maybe, seed: Maybe, plain: bool = False) -> tuple[Tensor, Tensor]:
-        """y, and what dropout makes of it (no elements without); ``plain``: differentiable."""
+        """y, and what dropout makes of it (no elements without); ``plain``: differentiable. ``mask`` broadcasts."""
+        mask = None if mask is None else mask.expand(x.shape)
         options = self.scale, self.causal, self.log, self.zero_masked, self.dropout
         return self._op("forward", plain)(x, mask, self.dim % x.dim(), *options, seed, self.dtype)
 
@@ -70,7 +74,8 @@ class _Softmax(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         x, mask, seed, ctx.plan = inputs
         y, dropped = output
-        ctx.dtype, ctx.mask_dtype = x.dtype, None if mask is None else mask.dtype
+        ctx.dtype = x.dtype
+        ctx.mask = None if mask is None else (mask.shape, mask.dtype)
         ctx.save_for_backward(y, seed)
         ctx.save_for_forward(x, mask, seed)  # until the forward pass is over
         ctx.set_materialize_grads(False)
@@ -95,9 +100,8 @@ class _Softmax(Function):
         dx = dmask = None
         if ctx.needs_input_grad[1]:
             for gradient, step in steps:
-                found = softmax_backward(gradient, y, seed, replace(step, scale=1.0), y.dtype)
+                found = _mask_gradient(gradient, y, seed, replace(step, scale=1.0), *ctx.mask)
                 dmask = found if dmask is None else dmask + found
-            dmask = None if dmask is None else dmask.to(ctx.mask_dtype)
         if held is not None:
             if held not in alone(y.device):
                 raise RuntimeError(HELD)
@@ -125,6 +129,8 @@ HELD = (
 def _can_overwrite(dy: Maybe, dtype: torch.dtype) -> bool:
     """Whether dx fits in the place of ``dy``, and this is a backward pass of which nothing is recorded."""
     if dy is None or type(dy) is not Tensor or torch._C._are_functorch_transforms_active():
+        return False
+    if watched() or not torch._C._has_storage(dy):  # which is_grads_batched hides
         return False
     if torch.is_grad_enabled():
         raise RuntimeError("inplace_backward: got create_graph=True, which needs the gradient that is overwritten")
@@ -192,3 +198,42 @@ def softmax_backward(*arguments: Any) -> Tensor:
     """dx; the arguments are those of ``_SoftmaxBackward.forward``."""
     function = _SoftmaxBackward if torch.compiler.is_compiling() else _SoftmaxBackwardEager
     return function.apply(*arguments)
+
+
+CHUNK = 2**22  # elements, of which the gradient of a mask is made and summed at a time
+
+
+def _mask_gradient(dy: Tensor, y: Tensor, seed: Maybe, plan: Plan, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The gradient of an additive mask of that shape and dtype; the plan's scale is 1."""
+    if shape == y.shape and dtype == y.dtype:
+        return softmax_backward(dy, y, seed, plan, dtype)
+    wide = ops.computed_in(y)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return softmax_backward(dy.to(wide), y.to(wide), seed, plan, wide).sum_to_size(shape).to(dtype)
+    if y.dim() == 1:
+        return _mask_gradient(dy[None], y[None], seed, plan, torch.Size((1, *shape)), dtype)[0]
+    total = y.new_zeros(shape, dtype=wide)
+    of_chunk, start, keys = replace(plan, dropout=0.0), 0, y.shape[-1]
+    for place in _chunks(y.shape):
+        g, p = dy[place].to(wide), y[place].to(wide)
+        if plan.dropout > 0:
+            g = apply_dropout(g, plan.dropout, seed, start)
+            start += g.numel()
+        if plan.causal and len(place) == y.dim() - 1:  # no query of the chunk sees more keys, and the last sees these
+            keys = max(y.shape[-1] - y.shape[-2] + place[-1].stop, 0)
+        if keys > 0:
+            dz = of_chunk.backward(g[..., :keys], p[..., :keys], None, wide)
+            at = tuple(slice(1) if size == 1 else part for part, size in zip(place, shape, strict=False))
+            target = total[at][..., :keys]
+            target += dz.sum_to_size(target.shape)
+            del g, p, dz  # before there is another of each
+    return total.to(dtype)
+
+
+def _chunks(shape: torch.Size) -> Iterator[tuple[slice, ...]]:
+    """Parts of a tensor that are contiguous, one after the other, each of up to CHUNK elements or a row."""
+    cut = next((d for d in range(len(shape) - 2) if math.prod(shape[d + 1 :]) <= CHUNK), len(shape) - 2)
+    step = max(CHUNK // max(math.prod(shape[cut + 1 :]), 1), 1)
+    for outer in itertools.product(*map(range, shape[:cut])):
+        for first in range(0, shape[cut], step):
+            yield (*(slice(i, i + 1) for i in outer), slice(first, min(first + step, shape[cut])))

@@ -32,10 +32,11 @@ def softmax_forward(x, mask, dim, scale, causal, log, zero_masked, dropout, seed
         dead = _dead(x)
         z = z.masked_fill(dead, -math.inf)
     y = torch.log_softmax(z, dim) if log else torch.softmax(z, dim)
-    if causal:  # 0 also beside a NaN, unless a query sees no key at all
-        y = y.masked_fill(dead & ~dead.all(-1, keepdim=True), 0)
+    masked = (z == -math.inf).all(dim, keepdim=True)
+    if causal:  # 0 also beside a NaN
+        y = y.masked_fill(dead & ~masked, 0)
     if zero_masked:
-        y = y.masked_fill((z == -math.inf).all(dim, keepdim=True), 0)
+        y = y.masked_fill(masked, 0)
     dropped = apply_dropout(y, dropout, seed) if dropout > 0 else y.new_empty(0)
     return y.to(dtype).contiguous(), dropped.to(dtype).contiguous()
 
@@ -73,13 +74,14 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
     return a, b, c, d
 
 
-def apply_dropout(value: Tensor, dropout: float, seed: Tensor) -> Tensor:
-    """``value`` after dropout. Element i of it, in memory order, takes number i % 4 of counter i // 4."""
-    count = value.numel()
-    block = torch.arange((count + 3) // 4, device=value.device)
+def apply_dropout(value: Tensor, dropout: float, seed: Tensor, first: int = 0) -> Tensor:
+    """``value`` after dropout. Element i of it, in memory order, takes number (first + i) % 4 of counter that // 4."""
+    end = first + value.numel()
+    block = torch.arange(first // 4, (end + 3) // 4, device=value.device)
     none = torch.zeros_like(block)
     numbers = torch.stack(philox((block & LOW, block >> 32, none, none), (seed & LOW, seed >> 32 & LOW)), -1)
-    keep = numbers.flatten()[:count].view(value.shape) >= math.floor(dropout * 2**32)
+    before = first // 4 * 4
+    keep = numbers.flatten()[first - before : end - before].view(value.shape) >= math.floor(dropout * 2**32)
     return torch.where(keep, value / (1 - dropout), 0)
 
 

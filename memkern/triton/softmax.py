@@ -89,14 +89,15 @@ def _finite(top):
 
 @triton.jit
 def _below(x, added, scale, top, ADDITIVE: tl.constexpr):
-    """z less the largest."""
+    """z less the largest; with ADDITIVE, z is rounded from 2^25 on."""
     shift = _finite(top)
     if ADDITIVE:
+        scale = tl.zeros(x.shape, tl.float32) + scale
+        z = tl.fma(x, scale, added)
         total = added - shift
         back = total - added
         lost = (added - (total - back)) - (shift + back)
-        lost = tl.where(lost == lost, lost, 0.0)
-        return tl.fma(x, tl.zeros(x.shape, tl.float32) + scale, total) + lost
+        return tl.where(tl.abs(z) < 33554432.0, tl.fma(x, scale, total) + lost, z - shift)
     else:
         return (x - shift) * scale
 
@@ -120,7 +121,7 @@ def _store_y(
     if ZERO_MASKED:
         y = tl.where(total == 0, 0.0, y)
     if CAUSAL:
-        y = tl.where((column[None, :] >= live[:, None]) & (live[:, None] > 0), 0.0, y)
+        y = tl.where((column[None, :] >= live[:, None]) & (total != 0), 0.0, y)
     tl.store(y_ptr + at, rounded(y, y_ptr.dtype.element_ty), mask=inside)
     if dropped_ptr is not None:
         dropped = tl.where(_kept(seed_ptr, at, threshold), y * factor, 0.0)
