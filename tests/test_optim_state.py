@@ -277,7 +277,7 @@ def test_states_that_no_step_could_use(backend, device) -> None:
 
 
 def test_checkpoints_with_little_in_them(backend, device) -> None:
-    """No state yet, for all or for some; a momentum that is None; a master alone; options that no group can be given."""
+    """No state yet, for all or for some; a momentum of None; a master alone; options that no group can be given."""
     a, b = parameter(device, n=7), parameter(device, n=7)
     first = AdamW([a, b])
     train(a, first, range(2))
