@@ -248,10 +248,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         choices: dict[Any, str] = {}
         for slot in self._with_gradients():
             group, p = slot.group, slot.p
-            state = dict(self.state.get(p, {}))
-            missing = self._missing_states(group, p, state)
-            state.update(missing)
-            made.append((p, missing))
+            state = self.state.get(p, {})
+            if missing := self._missing_states(group, p, state):
+                state = {**state, **missing}
+                made.append((p, missing))
             param, grad = local(p), local(p.grad)
             kind = param.device, param.dtype
             if kind not in choices:
@@ -309,10 +309,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         if found_inf is not None:
             steps[first] += []
         for device, tensors in steps.items():
-            skipped = self.skipped_steps if found_inf is not None and device == first else None
+            found = on(device, found_inf)
+            skipped = self.skipped_steps if found is not None and device == first else None
             if tensors or skipped is not None:
-                backend = backends.choose(tensors[0] if tensors else found_inf.to(device))
-                ops.op(backend, "advance")(tensors, skipped, on(device, found_inf))
+                ops.op(backends.choose(tensors[0] if tensors else found), "advance")(tensors, skipped, found)
 
     # ---- Checkpoints and copies
 

@@ -34,7 +34,8 @@ def slots_of(groups: list[dict[str, Any]]) -> Iterator[Slot]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)  # to ask for a method that is not there takes longer
+    return tensor if plain or not hasattr(tensor, "to_local") else tensor.to_local()
 
 
 def overlaps(x: Tensor) -> bool:

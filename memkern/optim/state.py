@@ -54,15 +54,21 @@ def _check(optimizer: FusedOptimizer, state_dict: dict[str, Any]) -> None:
             needed = torch.Size(()) if key == "step" else slot.p.shape
             if isinstance(value, Tensor) and value.shape != needed and not (key == "step" and value.numel() == 1):
                 raise ValueError(f"state {key!r} of {slot.name}: got shape {tuple(value.shape)}, needs {tuple(needed)}")
-        for key in optimizer._needed_states(group) if state.keys() - {"master"} else ():
+        needed_keys = optimizer._needed_states(group) if state.keys() - {"master"} else ()
+        for key in (*needed_keys, *(("step",) if "step" in state and "step" not in needed_keys else ())):
             if key not in state:
                 raise ValueError(f"state {key!r} of {slot.name}: got none, beside {sorted(state)}")
-            value = state[key]
-            none_yet = value is None and key == "momentum_buffer"  # in old checkpoints of SGD
-            number = key == "step" and isinstance(value, (int, float))
-            if not none_yet and not number and getattr(value, "dtype", None) not in backends.DTYPES:
-                got = value.dtype if isinstance(value, Tensor) else repr(value)
+            if not _usable(key, state[key]):
+                got = state[key].dtype if isinstance(state[key], Tensor) else repr(state[key])
                 raise ValueError(f"state {key!r} of {slot.name}: got {got}, needs a real floating tensor")
+
+
+def _usable(key: str, value: Any) -> bool:
+    if key == "step":  # long ago a number
+        return not value.is_complex() if isinstance(value, Tensor) else isinstance(value, (int, float))
+    if value is None:
+        return key == "momentum_buffer"  # in old checkpoints of SGD
+    return isinstance(value, Tensor) and value.dtype in backends.DTYPES
 
 
 def _restore(optimizer: FusedOptimizer, saved: dict[str, Any]) -> None:
