@@ -113,7 +113,7 @@ def check_beside_plain_parameters(rank: int, dtype: torch.dtype, clip: float | N
 
 def check_resume(rank: int) -> None:
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate
 
     networks = [model() for _ in range(2)]
     for network in networks:
@@ -131,6 +131,10 @@ def check_resume(rank: int) -> None:
     for p, q in zip(*(network.parameters() for network in networks), strict=True):
         assert torch.equal(p.to_local(), q.to_local())
         assert isinstance(second.state[q]["exp_avg"], DTensor)
+    bias = list(networks[0].parameters())[1]
+    bias.grad = bias.grad.redistribute(placements=[Replicate()])
+    with pytest.raises(ValueError, match=r"gradient of parameter 1 of group 0: got shape \(3,\), needs \([12],\)"):
+        first.step()
     with pytest.raises(TypeError, match="params: got a DTensor, needs plain tensors"):
         LAMB(networks[0].parameters())
 

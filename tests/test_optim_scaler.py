@@ -212,6 +212,23 @@ def test_a_schedule_that_begins_later(backend, device, skips_before, beside_anot
     assert [s.last_epoch for s in schedulers[1:]] == pytest.approx([2, 2], abs=behind)
 
 
+def test_schedules_of_two_optimizers(backend, device) -> None:
+    """Under one scaler, which adds up what it found: the first one's schedule is not held back for the other's skip."""
+    scaler = GradScaler(device, init_scale=4.0)
+    scaler.scale(torch.ones((), device=device))
+    params = [parameter(device) for _ in range(2)]
+    optimizers = [SGD([p], lr=1.0) for p in params]
+    schedulers = [torch.optim.lr_scheduler.LinearLR(optimizer) for optimizer in optimizers]
+    for p, value in zip(params, (1.0, math.inf), strict=True):
+        set_grad(p, value)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    for scheduler, optimizer in zip(schedulers, optimizers, strict=True):
+        step_scheduler(scheduler, optimizer)
+    assert schedulers[0].last_epoch == 1 and (device == "cuda" or schedulers[1].last_epoch == 0)
+
+
 def test_a_schedule_that_looks_at_a_metric(backend, device) -> None:
     p = parameter(device)
     optimizer = SGD([p], lr=1.0, max_grad_norm=math.inf)

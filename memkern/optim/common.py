@@ -176,7 +176,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, or none where ``found_inf`` says so.
+        """One step, or none where ``found_inf`` says so. What is raised is raised before anything is written.
 
         Args:
             closure: computes the loss anew, with gradients; not with a scaler.
@@ -184,7 +184,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Returns:
             What the closure returns, else None.
 
-        Raises, before anything is written:
+        Raises:
             RuntimeError: a closure with a scaler.
             TypeError: a gradient that is sparse, not real and floating, or on another device than its parameter.
             ValueError: a gradient or a state that does not fit its parameter, a parameter whose elements share memory
@@ -215,8 +215,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if checked is None and (grad_scale is not None or self.max_grad_norm is not None):
             checked = self.check_gradients(grad_scale)
             if checked is not None and found_inf is not None:
-                checked = checked._replace(found_inf=checked.found_inf + on(checked.found_inf.device, found_inf))
-        if checked is not None:
+                found_inf = checked.found_inf + on(checked.found_inf.device, found_inf)
+        if checked is not None and found_inf is None:
             found_inf = checked.found_inf
         clip = checked.clip if checked is not None and self.max_grad_norm is not None else None
         for group in self.param_groups:
@@ -253,6 +253,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state = {**state, **missing}
                 made.append((p, missing))
             param, grad = local(p), local(p.grad)
+            if grad.shape != param.shape:  # data exchanged since backward, or a DTensor split in another way
+                raise ValueError(f"gradient of {slot.name}: got shape {tuple(grad.shape)}, needs {tuple(param.shape)}")
             kind = param.device, param.dtype
             if kind not in choices:
                 choices[kind] = backends.choose(param)
@@ -292,17 +294,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         for slot in slots_of(self.param_groups):
             if "master" in self.state.get(slot.p, {}):
                 param, master = local(slot.p), local(self.state[slot.p]["master"])
-                master.copy_(torch.where(master.to(param.dtype) == param, master, param))
+                if param.shape == master.shape and param.device == master.device:  # else its own step will complain
+                    master.copy_(torch.where(master.to(param.dtype) == param, master, param))
         self._masters_loaded = False
 
     def _advance(self, batches: list[Batch], found_inf: Tensor | None) -> None:
         """Count the step, for every parameter in it, or the skip."""
+        self._last_found_inf = found_inf if batches else None
         if not batches:
             return
         first = self._first_device()
         if self.skipped_steps.device != first:  # the model was moved
             self.skipped_steps = self.skipped_steps.to(first)
-        self._last_found_inf = found_inf
         steps = defaultdict(list)
         for batch in batches:
             steps[batch.device].extend(batch.steps)
