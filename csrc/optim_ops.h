@@ -46,16 +46,29 @@ inline bool same_layout(const Tensor& x, const Tensor& y) {
   return true;
 }
 
+inline void check_number(const Tensor& x, const char* name, ScalarType type, const Tensor& like) {
+  STD_TORCH_CHECK(x.scalar_type() == type && x.numel() == 1 && on_one_device(x, like), name, ": needs one ",
+                  type == ScalarType::Float ? "fp32" : "int64", " number on the device of the other tensors");
+}
+
+// nullptr where it is not given.
+inline const float* fp32_number(const Maybe& x, const char* name, const Tensor& like) {
+  if (x) check_number(*x, name, ScalarType::Float, like);
+  return const_data<float>(x);
+}
+
+enum class Steps { kNeeded, kNotNeeded };
+
 // The rows of tensors that have elements, in order.
 inline std::vector<Row> rows_of(const Tensors& params, const Tensors& grads, const std::vector<const Tensors*>& states,
-                                const Tensors& masters, const Tensors& steps) {
+                                const Tensors& masters, const Tensors& steps, Steps need = Steps::kNeeded) {
   const auto check_length = [&](const Tensors& list, const char* name, bool may_be_empty) {
     STD_TORCH_CHECK(list.size() == params.size() || (may_be_empty && list.empty()), name, ": got ", list.size(),
                     " tensors, needs one for each of ", params.size(), " params");
   };
   check_length(grads, "grads", false);
   check_length(masters, "masters", true);
-  check_length(steps, "steps", true);
+  check_length(steps, "steps", need == Steps::kNotNeeded);
   for (const Tensors* state : states) check_length(*state, "states", false);
   std::vector<Row> rows;
   for (size_t i = 0; i < params.size(); ++i) {
@@ -73,27 +86,46 @@ inline std::vector<Row> rows_of(const Tensors& params, const Tensors& grads, con
     put(kGrad, grads[i], "grads");
     if (!masters.empty()) put(kCopy, p, "params");
     for (size_t k = 0; k < states.size(); ++k) put(kState + static_cast<int>(k), (*states[k])[i], "states");
-    if (!steps.empty()) {
-      STD_TORCH_CHECK(type_of(steps[i], "steps") == kFloat && steps[i].numel() == 1, "steps: needs fp32 scalars");
-      row.step = static_cast<const float*>(steps[i].const_data_ptr());
-    }
+    if (!steps.empty()) row.step = fp32_number(steps[i], "steps", p);
     if (row.n > 0) rows.push_back(row);
   }
   return rows;
 }
 
-inline const float* scalar(const Maybe& x, const char* name) {
-  if (!x) return nullptr;
-  STD_TORCH_CHECK(type_of(*x, name) == kFloat && x->numel() == 1, name, ": needs one fp32 number");
-  return static_cast<const float*>(x->const_data_ptr());
+inline OnDevice on_device(const Tensors& params, const Maybe& lr_tensor, const Maybe& grad_scale, const Maybe& clip,
+                          const Maybe& found_inf, double lr, bool maximize, bool write_grads) {
+  const Tensor& like = params[0];
+  const float* scale = fp32_number(grad_scale, "grad_scale", like);
+  return {fp32_number(lr_tensor, "lr_tensor", like),
+          scale,
+          fp32_number(clip, "clip", like),
+          fp32_number(found_inf, "found_inf", like),
+          lr,
+          maximize,
+          write_grads && scale != nullptr};
 }
 
-inline OnDevice on_device(const Maybe& lr_tensor, const Maybe& grad_scale,
-                          const Maybe& clip, const Maybe& found_inf, double lr,
-                          bool maximize, bool write_grads) {
-  const float* scale = scalar(grad_scale, "grad_scale");
-  return {scalar(lr_tensor, "lr_tensor"), scale, scalar(clip, "clip"), scalar(found_inf, "found_inf"), lr, maximize,
-          write_grads && scale != nullptr};
+// What advance writes and reads, all of it checked.
+struct Advance {
+  std::vector<float*> steps;
+  int64_t* skipped = nullptr;
+  const float* found_inf = nullptr;
+};
+
+inline Advance advance_of(const Tensors& steps, const Maybe& skipped, const Maybe& found_inf) {
+  Advance all;
+  if (steps.empty() && !skipped) return all;
+  const Tensor& like = steps.empty() ? *skipped : steps[0];
+  for (const Tensor& step : steps) {
+    check_number(step, "steps", ScalarType::Float, like);
+    all.steps.push_back(static_cast<float*>(step.mutable_data_ptr()));
+  }
+  if (skipped) {
+    check_number(*skipped, "skipped", ScalarType::Long, like);
+    all.skipped = static_cast<int64_t*>(skipped->mutable_data_ptr());
+  }
+  all.found_inf = fp32_number(found_inf, "found_inf", like);
+  return all;
 }
 
 // ---- The ops
@@ -104,7 +136,7 @@ void adamw_step(const Tensors& params, const Tensors& grads, const Tensors& exp_
                 const Tensors& max_exp_avg_sqs, const Tensors& masters, const Tensors& steps, const Maybe& lr_tensor,
                 const Maybe& grad_scale, const Maybe& clip, const Maybe& found_inf, double lr, double beta1,
                 double beta2, double eps, double weight_decay, bool decoupled, bool maximize, bool write_grads) {
-  const OnDevice numbers = on_device(lr_tensor, grad_scale, clip, found_inf, lr, maximize, write_grads);
+  const OnDevice numbers = on_device(params, lr_tensor, grad_scale, clip, found_inf, lr, maximize, write_grads);
   if (max_exp_avg_sqs.empty())
     Runner::run(Adam<false>{beta1, beta2, eps, weight_decay, decoupled}, numbers,
                 rows_of(params, grads, {&exp_avgs, &exp_avg_sqs}, masters, steps), params[0]);
@@ -118,10 +150,10 @@ void sgd_step(const Tensors& params, const Tensors& grads, const Tensors& moment
               const Tensors& steps, const Maybe& lr_tensor, const Maybe& grad_scale, const Maybe& clip,
               const Maybe& found_inf, double lr, double momentum, double dampening, double weight_decay, bool nesterov,
               bool maximize, bool write_grads) {
-  const OnDevice numbers = on_device(lr_tensor, grad_scale, clip, found_inf, lr, maximize, write_grads);
+  const OnDevice numbers = on_device(params, lr_tensor, grad_scale, clip, found_inf, lr, maximize, write_grads);
   if (momentum_buffers.empty())
     Runner::run(Sgd<false>{momentum, dampening, weight_decay, nesterov}, numbers,
-                rows_of(params, grads, {}, masters, steps), params[0]);
+                rows_of(params, grads, {}, masters, steps, Steps::kNotNeeded), params[0]);
   else
     Runner::run(Sgd<true>{momentum, dampening, weight_decay, nesterov}, numbers,
                 rows_of(params, grads, {&momentum_buffers}, masters, steps), params[0]);
@@ -132,7 +164,7 @@ void lamb_step(const Tensors& params, const Tensors& grads, const Tensors& exp_a
                const Tensors& masters, const Tensors& steps, const Maybe& lr_tensor, const Maybe& grad_scale,
                const Maybe& clip, const Maybe& found_inf, double lr, double beta1, double beta2, double eps,
                double weight_decay, bool maximize, bool write_grads) {
-  const OnDevice numbers = on_device(lr_tensor, grad_scale, clip, found_inf, lr, maximize, write_grads);
+  const OnDevice numbers = on_device(params, lr_tensor, grad_scale, clip, found_inf, lr, maximize, write_grads);
   Runner::run(Lamb{beta1, beta2, eps, weight_decay}, numbers,
               rows_of(params, grads, {&exp_avgs, &exp_avg_sqs}, masters, steps), params[0]);
 }
@@ -141,8 +173,9 @@ template <class Runner>
 void lion_step(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs, const Tensors& masters,
                const Maybe& lr_tensor, const Maybe& grad_scale, const Maybe& clip, const Maybe& found_inf, double lr,
                double beta1, double beta2, double weight_decay, bool maximize, bool write_grads) {
-  const OnDevice numbers = on_device(lr_tensor, grad_scale, clip, found_inf, lr, maximize, write_grads);
-  Runner::run(Lion{beta1, beta2, weight_decay}, numbers, rows_of(params, grads, {&exp_avgs}, masters, {}), params[0]);
+  const OnDevice numbers = on_device(params, lr_tensor, grad_scale, clip, found_inf, lr, maximize, write_grads);
+  Runner::run(Lion{beta1, beta2, weight_decay}, numbers,
+              rows_of(params, grads, {&exp_avgs}, masters, {}, Steps::kNotNeeded), params[0]);
 }
 
 }  // namespace optim

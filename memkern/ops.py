@@ -226,6 +226,18 @@ def same_order(x: Tensor, y: Tensor) -> bool:
     )
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether the elements of ``x`` fill one stretch of memory, in whatever order of dimensions."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 _defined: dict[str, torch.library.Library] = {}
 
 

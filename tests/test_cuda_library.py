@@ -73,6 +73,25 @@ def test_packs_of_softmax_are_stored_whole() -> None:
     assert len(found) == 8, found
 
 
+def test_packs_of_the_optimizers_are_whole() -> None:
+    """16 bytes of fp32 at a time and 8 of the 16-bit types, in every list; of gradients to check, 16 of any type."""
+    states = {"4AdamILb0EE": 2, "4AdamILb1EE": 3, "3SgdILb0EE": 0, "3SgdILb1EE": 1, "4Lion": 1, "4Lamb": 2}
+    # Read, and written: there a copy too.
+    lists = {f"step_kernelINS0_{name}EfE": (n + 2, n + 3) for name, n in states.items()}
+    lists |= {"lamb_norm_kernelIfE": (4, 0), "12check_kernelE": (4, 0)}
+    found = set()
+    for function in kernels_and_code():
+        name = function.split(maxsplit=1)[0]
+        for kernel, (read, written) in lists.items():
+            if "optim_cu" in name and kernel in name:
+                loads, stores = (re.findall(rf"{way}G\.E\.(128|64)\b", function) for way in ("LD", "ST"))
+                assert min(loads.count("128"), loads.count("64")) >= read, name
+                # fp16 and bf16 are stored apart
+                assert stores.count("128") >= written and stores.count("64") >= 2 * written, name
+                found.add(kernel)
+    assert found == set(lists)
+
+
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
 def test_libraries_need_no_particular_python_or_cuda(name: str) -> None:
     path = library(name)

@@ -171,6 +171,31 @@ def test_only_the_parts_differ():
         assert sum(isinstance(m, layer) for m in ours.model.modules()) == count
         assert sum(isinstance(m, layer) for m in theirs.model.modules()) == 0
     assert repr(ours.model) == repr(theirs.model)
+    assert (type(ours.optimizer), type(ours.scaler)) == (memkern.optim.AdamW, memkern.amp.GradScaler)
+    assert (type(theirs.optimizer), type(theirs.scaler)) == (torch.optim.AdamW, torch.amp.GradScaler)
+
+
+def test_a_run_takes_its_steps_with_both_optimizers(monkeypatch, tmp_path):
+    """Ten of either for the memory, then the training's, in turn; memkern's under memkern's scaler."""
+    steps, updates = [], []
+
+    def noted(kind, method, notes):
+        original = getattr(kind, method)
+
+        def call(self, *arguments):
+            notes.append(kind)
+            return original(self, *arguments)
+
+        monkeypatch.setattr(kind, method, call)
+
+    ours, theirs = memkern.optim.AdamW, torch.optim.AdamW
+    noted(ours, "step", steps)
+    noted(theirs, "step", steps)
+    noted(memkern.amp.GradScaler, "step", updates)
+    monkeypatch.setattr(demo, "ON_CPU", TINY)
+    demo.run(steps=3, layers=1, seed=0, device=CPU, out=tmp_path / "x.png")
+    assert steps == [theirs] * 10 + [ours] * 10 + [theirs, ours] * 3
+    assert len(updates) == 13
 
 
 def test_both_see_the_same_batches():

@@ -31,6 +31,7 @@ import torch
 
 import memkern
 from memkern.optim import SGD, AdamW
+from tests.no_sync import no_sync
 from tests.optim_tools import parameter, same_bits, set_grad, snapshot
 
 
@@ -164,7 +165,8 @@ def test_flags_of_a_checkpoint_choose_nothing(scaler, device, flags) -> None:
     optimizer.load_state_dict(theirs.state_dict())
     set_grad(p, math.inf)
     before = snapshot(optimizer)
-    scaler.step(optimizer)
+    with no_sync(device):
+        scaler.step(optimizer)
     assert same_bits(before, snapshot(optimizer)) and int(optimizer.skipped_steps) == 1
 
 
@@ -273,8 +275,6 @@ def test_the_scale_has_a_floor(backend, device) -> None:
         assert scaler.get_scale() == 2.0**expected
     scaler.update(2.0**-20)  # what the user sets is the user's
     assert scaler.get_scale() == 2.0**-20
-    with pytest.raises(ValueError, match="min_scale: got 0, needs a number above 0"):
-        memkern.amp.GradScaler(device, min_scale=0)
 
 
 def test_half_parameters(scaler, device) -> None:

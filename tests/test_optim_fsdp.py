@@ -75,9 +75,45 @@ def check_trajectory(rank: int, name: str, scaler_type: type) -> None:
     assert scaler.get_scale() == 1.0
 
 
+def check_beside_plain_parameters(rank: int, dtype: torch.dtype, clip: float | None) -> None:
+    """One layer is split, the other one each rank has whole: an overflow in that, on one rank, is all ranks' too."""
+    from torch.distributed.fsdp import fully_shard
+
+    whole, mixed = model().to(dtype), model().to(dtype)
+    fully_shard(mixed[0])
+    arguments = {"max_grad_norm": clip, "master_weights": torch.float32}
+    plain, split = (AdamW(network.parameters(), lr=0.1, **arguments) for network in (whole, mixed))
+    scaler = memkern.amp.GradScaler("cpu", init_scale=4.0)  # torch's takes no mixture
+    scaler.scale(torch.ones(()))
+    for step in range(5):
+        x = batch(step).to(dtype)
+        (mixed(x).square().mean() * scaler.get_scale()).backward()
+        if step in (0, 2):
+            if rank == step // 2:
+                mixed[2].weight.grad[0, 0] = math.inf
+        else:
+            whole(x).square().mean().backward()
+            plain.step()
+        scaler.step(split)
+        scaler.update(4.0)
+        assert int(split.skipped_steps) == (step + 2) // 2 if step < 3 else 2
+        if clip and step not in (0, 2):
+            torch.testing.assert_close(split.grad_norm, plain.grad_norm, rtol=1e-2, atol=0)
+        for p, q in zip(mixed.parameters(), whole.parameters(), strict=True):
+            value = p.full_tensor() if hasattr(p, "full_tensor") else p
+            torch.testing.assert_close(value, q, rtol=0.05, atol=0.02)
+            if split.state[p] and dtype != torch.float32:
+                assert split.state[p]["master"].dtype == torch.float32
+        split.zero_grad()
+        plain.zero_grad()
+    values = [torch.empty_like(mixed[2].weight) for _ in range(RANKS)]
+    dist.all_gather(values, mixed[2].weight.detach())
+    assert torch.equal(*values)
+
+
 def check_resume(rank: int) -> None:
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate
 
     networks = [model() for _ in range(2)]
     for network in networks:
@@ -95,6 +131,10 @@ def check_resume(rank: int) -> None:
     for p, q in zip(*(network.parameters() for network in networks), strict=True):
         assert torch.equal(p.to_local(), q.to_local())
         assert isinstance(second.state[q]["exp_avg"], DTensor)
+    bias = list(networks[0].parameters())[1]
+    bias.grad = bias.grad.redistribute(placements=[Replicate()])
+    with pytest.raises(ValueError, match=r"gradient of parameter 1 of group 0: got shape \(3,\), needs \([12],\)"):
+        first.step()
     with pytest.raises(TypeError, match="params: got a DTensor, needs plain tensors"):
         LAMB(networks[0].parameters())
 
@@ -103,7 +143,12 @@ CHECKS = {
     f"{name} under {scaler.__module__.split('.')[0]}": (check_trajectory, name, scaler)
     for name in OPTIMIZERS
     for scaler in (memkern.amp.GradScaler, torch.amp.GradScaler)
-} | {"resume": (check_resume,)}
+}
+CHECKS |= {
+    f"plain parameters beside, {dtype}": (check_beside_plain_parameters, dtype, clip)
+    for dtype, clip in ((torch.float32, None), (torch.bfloat16, 1.0))
+}
+CHECKS["resume"] = (check_resume,)
 
 
 def process(rank: int, port: int, failures) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import memkern
-from memkern.optim import SGD, Adam, AdamW
+from memkern.optim import LAMB, SGD, Adam, AdamW, Lion
 from tests.optim_tools import parameter, same_bits, set_grad, snapshot
 from tests.test_optim_torch import PAIRS
 
@@ -221,6 +221,80 @@ def test_copies_and_pickles(backend, device, make_optimizer) -> None:
         r = copy.deepcopy(optimizer)
         train(r.param_groups[0]["params"][0], r, range(2, 3))
         assert same_bits(snapshot(twin), snapshot(r))
+
+
+# ---- Checkpoints that do not fit
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "missing"),
+    (
+        (lambda p: torch.optim.SGD(p, momentum=0.9), AdamW, "exp_avg"),
+        (lambda p: SGD(p, momentum=0.9), AdamW, "exp_avg"),
+        (Lion, LAMB, "exp_avg_sq"),
+        (torch.optim.Adagrad, Lion, "exp_avg"),
+        (AdamW, lambda p: SGD(p, momentum=0.9), "momentum_buffer"),
+        (torch.optim.Adadelta, AdamW, "exp_avg"),
+    ),
+)
+def test_checkpoints_of_another_optimizer(backend, device, source, target, missing) -> None:
+    p, q = parameter(device, n=7), parameter(device, n=7)
+    first, second = source([p]), target([("weight", q)])
+    train(p, first, range(2))
+    train(q, second, range(2))
+    saved = first.state_dict()
+    if type(second) is SGD:  # whose groups say whether there is a momentum
+        saved["param_groups"][0]["momentum"] = 0.9
+    before, groups = snapshot(second), copy.deepcopy(second.state_dict()["param_groups"])
+    with pytest.raises(ValueError, match=f"state '{missing}' of parameter 'weight': got none, beside "):
+        second.load_state_dict(saved)
+    assert same_bits(before, snapshot(second)) and second.state_dict()["param_groups"] == groups
+
+
+def test_states_that_no_step_could_use(backend, device) -> None:
+    p = parameter(device, n=7)
+    optimizer = AdamW([p])
+    train(p, optimizer, range(2))
+    before = snapshot(optimizer)
+    wrong = {
+        "exp_avg": (torch.ones(7).long(), torch.ones(7) + 1j, None, 3.0),
+        "exp_avg_sq": (torch.ones(7, dtype=torch.bool),),
+        "step": (torch.tensor(1j), None, "2"),
+    }
+    for key, values in wrong.items():
+        for value in values:
+            saved = copy.deepcopy(optimizer.state_dict())
+            saved["state"][0][key] = value
+            with pytest.raises(
+                ValueError, match=f"state '{key}' of parameter 0 of group 0: got .*, needs a real floating"
+            ):
+                optimizer.load_state_dict(saved)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="state 'max_exp_avg_sq' of parameter 0 of group 0: got none, beside"):
+        optimizer.load_state_dict(saved)
+    assert same_bits(before, snapshot(optimizer))
+
+
+def test_checkpoints_with_little_in_them(backend, device) -> None:
+    """No state yet, for all or for some; a momentum of None; a master alone; options that no group can be given."""
+    a, b = parameter(device, n=7), parameter(device, n=7)
+    first = AdamW([a, b])
+    train(a, first, range(2))
+    saved = first.state_dict()
+    saved["param_groups"][0].update(differentiable=True, max_grad_norm=1.0)
+    second = AdamW([parameter(device, n=7), parameter(device, n=7)])
+    for state in (saved, AdamW([a, b]).state_dict(), {**saved, "state": {0: {}, 1: {"master": torch.ones(7)}}}):
+        second.load_state_dict(copy.deepcopy(state))
+        for p in second.param_groups[0]["params"]:
+            set_grad(p, 1.0)
+        second.step()
+    torchs = torch.optim.SGD([a], momentum=0.9)
+    old = {"state": {0: {"momentum_buffer": None}}, "param_groups": torchs.state_dict()["param_groups"]}
+    third = SGD([a], momentum=0.9)
+    third.load_state_dict(old)
+    train(a, third, range(1))
+    assert float(third.state[a]["step"]) == 1
 
 
 @pytest.mark.parametrize("names", (False, True))

@@ -199,6 +199,70 @@ def test_groups_late_gradients_and_tensor_lr(backend, device) -> None:
     torch.testing.assert_close(both(optim.AdamW), both(torch.optim.AdamW))
 
 
+@pytest.mark.parametrize("kind", ("AdamW", "SGD"))
+def test_one_cycle(backend, device, kind) -> None:
+    """The schedule writes another momentum, or first beta, into the group before every step."""
+    results = []
+    for module in (optim, torch.optim):
+        p = parameter(device)
+        more = {"momentum": 0.9} if kind == "SGD" else {}
+        optimizer = getattr(module, kind)([p], lr=0.1, **more)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=12)
+        for i in range(12):
+            set_grad(p, math.cos(i))
+            optimizer.step()
+            scheduler.step()
+        group = optimizer.param_groups[0]
+        results.append((p, group["lr"], group["momentum"] if kind == "SGD" else group["betas"][0]))
+    torch.testing.assert_close(*results)
+
+
+def test_a_group_that_comes_later(backend, device, pair) -> None:
+    """Its steps count from its own first one."""
+    results = []
+    for kind in pair:
+        torch.manual_seed(0)
+        a, b = (torch.nn.Parameter(torch.randn(5, device=device)) for _ in range(2))
+        optimizer = kind([a])
+        for i in range(5):
+            if i == 2:
+                optimizer.add_param_group({"params": [b], "lr": 0.03})
+            for p in (a, b):
+                p.grad = torch.randn(5, device=device)
+            optimizer.step()
+        results.append((a, b))
+    torch.testing.assert_close(*results)
+
+
+def test_rates_closures_and_hooks_of_every_optimizer(backend, device, make_optimizer) -> None:
+    """A rate in a tensor, a closure, and gradients that a hook makes: as the rate, the loss and gradients by hand."""
+    p, q = parameter(device, 0.5), parameter(device, 0.5)
+    optimizer, by_hand = make_optimizer([p], max_grad_norm=1.0), make_optimizer([q], max_grad_norm=1.0)
+    optimizer.param_groups[0]["lr"] = lr = torch.tensor(0.25, device=device)
+    calls = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    def halve(*_):
+        calls.append("before")
+        lr.mul_(0.5)
+
+    optimizer.register_step_pre_hook(halve)
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for i in range(3):
+        by_hand.param_groups[0]["lr"] = 0.25 * 0.5 ** (i + 1)
+        q.grad = 2 * q.detach()
+        expected = q.detach().square().sum()
+        by_hand.step()
+        torch.testing.assert_close(optimizer.step(closure), expected)
+    assert calls == ["before", "after"] * 3
+    assert same_bits(snapshot(optimizer), snapshot(by_hand))
+
+
 def test_closure_hooks_and_schedulers(backend, device) -> None:
     p = parameter(device)
     optimizer = optim.SGD([p], lr=1.0)
@@ -268,18 +332,21 @@ def test_memory_layouts(backend, device, layout) -> None:
     elif layout == "gaps":
         p = torch.cat([p, torch.full_like(p, math.nan)], -1)[..., :5]
     elif layout == "expanded gradient":
-        grad = grad[:, :, :1, :1].expand_as(grad)
-        g = grad
+        g = grad[:, :, :1, :1].expand_as(grad)
+        grad = g.contiguous()
     else:
         value, grad, p, g = (x[..., :1].contiguous() for x in (value, grad, p, g))
         g = g.as_strided(g.shape, (12, 4, 1, 77))
     a, b = torch.nn.Parameter(value.clone()), torch.nn.Parameter(p)
+    write = layout != "expanded gradient"  # whose elements cannot be written
     for x, gradient in ((a, grad.contiguous()), (b, g)):
-        optimizer = optim.AdamW([x], lr=0.1, max_grad_norm=1.0, write_unscaled_grads=True)
+        optimizer = optim.AdamW([x], lr=0.1, max_grad_norm=1.0, write_unscaled_grads=write)
         for _ in range(2):
-            x.grad = gradient * 1
-            optimizer.grad_scale = 1.0
+            x.grad = gradient.clone() if write else gradient
+            assert x.grad.stride() == gradient.stride()
+            optimizer.grad_scale = 2.0
             optimizer.step()
+            torch.testing.assert_close(x.grad, gradient / 2 if write else gradient)
     if layout == "channels last":
         assert optimizer.state[b]["exp_avg"].is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)

@@ -187,7 +187,7 @@ Tensor check_and_norm(const Tensors& grads, const Maybe& grad_scale, double max_
     row.type[kGrad] = type_of(grad, "grads");
     if (row.n > 0) rows.push_back(row);
   }
-  const float* scale = scalar(grad_scale, "grad_scale");
+  const float* scale = fp32_number(grad_scale, "grad_scale", grads[0]);
   const float unscale = inverse(scale);
   const std::vector<Chunk> chunks = chunks_of(rows);
   std::vector<double> sums(chunks.size()), infinites(chunks.size());
@@ -215,11 +215,11 @@ Tensor check_and_norm(const Tensors& grads, const Maybe& grad_scale, double max_
 }
 
 void advance(const Tensors& steps, const Maybe& skipped, const Maybe& found_inf) {
-  const float* found = scalar(found_inf, "found_inf");
-  if (found == nullptr || *found == 0) {
-    for (const Tensor& step : steps) *static_cast<float*>(step.mutable_data_ptr()) += 1;
-  } else if (skipped) {
-    *static_cast<int64_t*>(skipped->mutable_data_ptr()) += 1;
+  const Advance all = advance_of(steps, skipped, found_inf);
+  if (all.found_inf == nullptr || *all.found_inf == 0) {
+    for (float* step : all.steps) *step += 1;
+  } else if (all.skipped) {
+    *all.skipped += 1;
   }
 }
 

@@ -105,7 +105,7 @@ Tensor check_and_norm(const Tensors& grads, const Maybe& grad_scale, double max_
     items.push_back({data, grad.numel(), head, type});
     chunks += items.back().chunks();
   }
-  const float* scale = scalar(grad_scale, "grad_scale");
+  const float* scale = fp32_number(grad_scale, "grad_scale", grads[0]);
   const Tensor sums = fresh(grads[0], {chunks}, ScalarType::Double), result = fresh(grads[0], {3}, ScalarType::Float);
   auto* sum = static_cast<double*>(sums.mutable_data_ptr());
   in_batches(CheckShared{scale, sum}, items, [&](auto& batch, int64_t, int64_t first_chunk, int64_t count) {
@@ -135,15 +135,16 @@ __global__ void __launch_bounds__(kChunkThreads) advance_kernel(const __grid_con
 }
 
 void advance(const Tensors& steps, const Maybe& skipped, const Maybe& found_inf) {
+  const Advance all = advance_of(steps, skipped, found_inf);
+  if (all.steps.empty() && !all.skipped) return;
   const OnDeviceOf device(steps.empty() ? *skipped : steps[0]);
   Counters counters{};
-  counters.found_inf = scalar(found_inf, "found_inf");
-  counters.skipped = skipped ? static_cast<int64_t*>(skipped->mutable_data_ptr()) : nullptr;
+  counters.found_inf = all.found_inf;
+  counters.skipped = all.skipped;
   size_t first = 0;
   do {
     counters.count = static_cast<int>(std::min<size_t>(steps.size() - first, Counters::kMost));
-    for (int i = 0; i < counters.count; ++i)
-      counters.step[i] = static_cast<float*>(steps[first + i].mutable_data_ptr());
+    std::copy_n(all.steps.begin() + first, counters.count, counters.step);
     launch(advance_kernel, counters.count / kChunkThreads + 1, kChunkThreads, 0, device.stream, counters);
     counters.skipped = nullptr;  // counted once
     first += counters.count;

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memkern import ops
 from memkern.optim.common import Batch, FusedOptimizer
-from memkern.optim.ranges import betas_in_range, check_lr, not_negative
+from memkern.optim.ranges import betas_in_range, not_negative
 
 
 class Adam(FusedOptimizer):
@@ -61,8 +61,7 @@ class Adam(FusedOptimizer):
         }
         super().__init__(params, defaults, max_grad_norm, master_weights, write_unscaled_grads)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        check_lr(group)
+    def _check_group(self, group: dict[str, Any], new: bool) -> None:
         betas_in_range(group)
         not_negative(group, "eps", "weight_decay")
 
@@ -83,8 +82,8 @@ class Adam(FusedOptimizer):
             *map(float, group["betas"]),
             float(group["eps"]),
             float(group["weight_decay"]),
-            group["decoupled_weight_decay"],
-            group["maximize"],
+            bool(group["decoupled_weight_decay"]),
+            bool(group["maximize"]),
             self.write_unscaled_grads,
         )
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memkern import backends, ops
+from memkern.optim.params import local
 
 
 class Check(NamedTuple):
@@ -25,11 +26,6 @@ class Check(NamedTuple):
     found_inf: Tensor
     norm: Tensor
     clip: Tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _shard_groups(tensor: Any) -> tuple[dist.ProcessGroup, ...]:
@@ -58,22 +54,31 @@ def check(grads: Iterable[Tensor], grad_scale: Tensor | None, max_norm: float) -
     ]
     if len(results) == 1 and not results[0][0]:
         return Check(*results[0][1].unbind())
-    device = results[0][1].device
-    parts_summed = [_summed_over_ranks(result, groups).to(device) for groups, result in results]
-    found_inf, square = torch.stack(parts_summed).sum(0)
+    found_inf, square = _over_ranks(results)
     norm = square.sqrt().float()
     return Check(found_inf.float(), norm, (max_norm / (norm + 1e-6)).nan_to_num(nan=1.0).clamp(max=1.0))
 
 
-def _summed_over_ranks(result: Tensor, groups: tuple[dist.ProcessGroup, ...]) -> Tensor:
-    """(found_inf, norm^2), summed: whoever finds an infinity, all ranks skip."""
-    part = result[:2].double()
-    part[1].square_()
-    for group in groups:
-        dist.all_reduce(part, group=group)
-    return part
+def _over_ranks(results: list[tuple[tuple[dist.ProcessGroup, ...], Tensor]]) -> tuple[Tensor, Tensor]:
+    """found_inf and norm^2 of all parts. A norm is summed over the ranks that its part is split over.
+
+    found_inf is summed over the ranks that any part is split over: whoever finds an infinity, also in a parameter
+    that each rank has whole, all of them skip.
+    """
+    device = next((result.device for groups, result in results if groups), results[0][1].device)
+    parts = [result[:2].to(device).double() for _, result in results]
+    found_inf, squares = torch.stack([part[0] for part in parts]).sum(), [part[1].square() for part in parts]
+    for group in dict.fromkeys(group for groups, _ in results for group in groups):
+        split = [i for i, (groups, _) in enumerate(results) if group in groups]
+        sums = torch.stack([found_inf, *(squares[i] for i in split)])
+        dist.all_reduce(sums, group=group)
+        found_inf = sums[0]
+        for k, i in enumerate(split):
+            squares[i] = sums[1 + k]
+    return found_inf, torch.stack(squares).sum()
 
 
 def on(device: torch.device, value: Tensor | None) -> Tensor | None:
     """A scalar tensor as the ops want it: fp32, on the device that reads it."""
-    return None if value is None else value.to(device, torch.float32, non_blocking=True)
+    # Towards the CPU the copy has to be waited for: the host is what reads it there.
+    return None if value is None else value.to(device, torch.float32, non_blocking=device.type != "cpu")

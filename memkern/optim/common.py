@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from memkern import backends, ops
-from memkern.optim.check import Check, check, local, on
-from memkern.optim.state import load_state_dict, name_of
+from memkern.optim.check import Check, check, on
+from memkern.optim.params import Slot, check_gradient, check_parameter, check_state, local, overlaps, slots_of
+from memkern.optim.ranges import check_lr
+from memkern.optim.state import load_state_dict
 
 
 @dataclass
@@ -45,19 +47,26 @@ class FusedOptimizer(torch.optim.Optimizer):
             with a scaler or without. ``math.inf`` only checks.
         master_weights: ``torch.float32`` keeps an fp32 copy of every float16 and bfloat16 parameter in the
             state, updates that, and rounds it to the parameter. Made from the parameter at its first step:
-            load weights before, not after.
+            load weights before that, or with a checkpoint (see :meth:`load_state_dict`).
         write_unscaled_grads: leave gradients divided by the loss scale in ``.grad``, as torch's fused
             optimizers do. By default they stay as backward left them.
 
+    These three hold for all groups; a group cannot have its own.
+
     Attributes:
         skipped_steps: int64 scalar on the first parameter's device: how many steps found_inf made a skip, those
-            before a checkpoint included. In ``state_dict()`` beside torch's two entries, where torch ignores it.
+            before a checkpoint included. ``state_dict()`` keeps it, beside torch's two entries, where torch ignores
+            it; ``torch.distributed.checkpoint`` does not.
         grad_norm: fp32 scalar: the norm of the last step's unscaled gradients before clipping; None
-            before a step that had ``max_grad_norm`` or a loss scale to divide by.
+            where that step had neither ``max_grad_norm`` nor a loss scale to divide by.
+        grad_scale: not there unless a scaler or the user sets it: what the gradients are to be divided by in the next
+            step, beside the scaler's own scale, which takes it away after that step.
     """
 
     _step_supports_amp_scaling = True
+    _last_found_inf: Tensor | None = None  # of the last step
     _skips: Any = None  # of memkern.amp.step_scheduler
+    _masters_loaded = False  # and not yet compared with the parameters
 
     def __init__(
         self,
@@ -71,22 +80,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_grad_norm: got {max_grad_norm}, needs None or a number above 0")
         if master_weights not in (None, torch.float32):
             raise ValueError(f"master_weights: got {master_weights}, needs None or torch.float32")
-        if defaults.get("differentiable"):
-            raise ValueError("differentiable: got True, needs False: the step is not differentiable")
+        if defaults.get("foreach") and defaults.get("fused"):
+            raise RuntimeError("foreach: got True with fused=True, needs one of them at most")
         self.max_grad_norm = max_grad_norm
         self.master_weights = master_weights
         self.write_unscaled_grads = write_unscaled_grads
         self.grad_norm: Tensor | None = None
-        self._checked: Check | None = None  # by memkern.amp.GradScaler, ahead of the step
+        self._checked: Check | None = None  # by memkern.amp.GradScaler, right before the step
         super().__init__(params, defaults)
-        first = next((p for group in self.param_groups for p in group["params"]), None)
-        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=None if first is None else first.device)
-        self._skipped_before = 0  # what a loaded schedule has been through already
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=self._first_device())
 
     # ---- For each optimizer to say
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for a value out of range."""
+    def _check_group(self, group: dict[str, Any], new: bool) -> None:
+        """Raise ValueError for a value out of range, of a ``new`` group or at a step. The learning rate was checked."""
         raise NotImplementedError
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -96,6 +103,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _counts_steps(self, group: dict[str, Any]) -> bool:
         return True
 
+    def _needed_states(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The names of the states that a checkpoint has to have, where it has any."""
+        return (*self._state_names(group), *(("step",) if self._counts_steps(group) else ()))
+
     def _update(self, group: dict[str, Any], batch: Batch, on_device: tuple[Any, ...]) -> None:
         """Call the step op; ``on_device`` goes between its lists and its own numbers."""
         raise NotImplementedError
@@ -104,62 +115,68 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See ``torch.optim.Optimizer``. Raises TypeError for a parameter that is not real and floating."""
+        """See ``torch.optim.Optimizer``.
+
+        Raises:
+            TypeError: a parameter that is not real and floating.
+            ValueError: a parameter whose elements share memory, a value out of range, or an argument of the optimizer's
+                that a group cannot have for itself.
+        """
         before = len(self.param_groups)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self._check_group(group)
+            for name in ("max_grad_norm", "master_weights", "write_unscaled_grads"):
+                if name in group:
+                    raise ValueError(f"{name}: got {group[name]} in a group, needs to be an argument of the optimizer")
+            if group.get("differentiable"):
+                raise ValueError("differentiable: got True, needs False: the step is not differentiable")
+            check_lr(group, new=True)
+            self._check_group(group, new=True)
             for i, p in enumerate(group["params"]):
-                if p.dtype not in backends.DTYPES or p.layout is not torch.strided:
-                    raise TypeError(
-                        f"{name_of(group, before, i)}: got {p.dtype}, {p.layout}, "
-                        "needs a dense float16, bfloat16, float32 or float64 tensor"
-                    )
+                check_parameter(Slot(group, before, i, p))
         except Exception:
             del self.param_groups[before:]
             raise
 
-    def _with_gradients(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        """Every parameter that has a gradient, after all of them have been looked at."""
-        found = []
-        for number, group in enumerate(self.param_groups):
-            for i, p in enumerate(group["params"]):
-                grad = p.grad
-                if grad is None:
-                    continue
-                if grad.layout is not torch.strided or grad.dtype not in backends.DTYPES or grad.device != p.device:
-                    raise TypeError(
-                        f"gradient of {name_of(group, number, i)}: got {grad.dtype}, {grad.layout} on {grad.device}, "
-                        f"needs a dense float16, bfloat16, float32 or float64 tensor on {p.device}"
-                    )
-                found.append((group, p))
-        return iter(found)
+    def _with_gradients(self) -> list[Slot]:
+        """The parameters that have a gradient, after all of them have been looked at."""
+        slots = [slot for slot in slots_of(self.param_groups) if slot.p.grad is not None]
+        for slot in slots:
+            check_parameter(slot)
+            check_gradient(slot)
+        return slots
 
-    def _state_of(self, group: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
-        """The state of ``p``, what is missing made. States are fp32 also where parameters are 16-bit."""
-        state = self.state[p]
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        if self.master_weights is not None and p.dtype.itemsize == 2 and "master" not in state:
-            state["master"] = p.detach().to(dtype, copy=True)
-        if self._counts_steps(group) and "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+    def _missing_states(self, group: dict[str, Any], p: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
+        """What ``state`` lacks, made. States are fp32 also where parameters are 16-bit."""
+        made = {}
+        if "master" not in state and self._has_master(p):
+            made["master"] = p.detach().to(torch.float32, copy=True)
+        if "step" not in state and self._counts_steps(group):
+            made["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
         for name in self._state_names(group):
             if name not in state:
-                state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
-        return state
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                made[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+        return made
+
+    def _first_device(self) -> torch.device | None:
+        return next((slot.p.device for slot in slots_of(self.param_groups) if not slot.p.is_meta), None)
+
+    def _has_master(self, p: Tensor) -> bool:
+        return self.master_weights is not None and p.dtype.itemsize == 2
 
     # ---- The step
 
     def check_gradients(self, grad_scale: Tensor | None) -> Check | None:
         """Read every gradient once: finite check, norm and clip factor. None where no parameter has a gradient."""
-        grads = [p.grad for _, p in self._with_gradients()]
+        grads = [slot.p.grad for slot in self._with_gradients()]
         max_norm = math.inf if self.max_grad_norm is None else float(self.max_grad_norm)
         return check(grads, grad_scale, max_norm) if grads else None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, or none where ``found_inf`` says so.
+        """One step, or none where ``found_inf`` says so. What is raised is raised before anything is written.
 
         Args:
             closure: computes the loss anew, with gradients; not with a scaler.
@@ -170,6 +187,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: a closure with a scaler.
             TypeError: a gradient that is sparse, not real and floating, or on another device than its parameter.
+            ValueError: a gradient or a state that does not fit its parameter, a parameter whose elements share memory
+                (a gradient too, with ``write_unscaled_grads``), or a group's value out of range.
         """
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         checked, self._checked = self._checked, None
@@ -183,22 +202,32 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._step(_scalar(grad_scale), _scalar(found_inf), checked)
             return loss
         except BaseException:
-            # The scaler takes its attributes back only after a step that went well; a later one would multiply
-            # the scale in twice.
-            self.__dict__.pop("grad_scale", None)
-            self.__dict__.pop("found_inf", None)
+            self._forget_scaler()
             raise
+
+    def _forget_scaler(self) -> None:
+        """Torch's scaler takes back what it set only after a step that went well; a later one would use it again."""
+        self._checked = None
+        for name in ("grad_scale", "found_inf"):
+            self.__dict__.pop(name, None)
 
     def _step(self, grad_scale: Tensor | None, found_inf: Tensor | None, checked: Check | None) -> None:
         if checked is None and (grad_scale is not None or self.max_grad_norm is not None):
             checked = self.check_gradients(grad_scale)
             if checked is not None and found_inf is not None:
-                checked = checked._replace(found_inf=checked.found_inf + found_inf.to(checked.found_inf))
-        if checked is not None:
-            found_inf, self.grad_norm = checked.found_inf, checked.norm
+                found_inf = checked.found_inf + on(checked.found_inf.device, found_inf)
+        if checked is not None and found_inf is None:
+            found_inf = checked.found_inf
         clip = checked.clip if checked is not None and self.max_grad_norm is not None else None
+        for group in self.param_groups:
+            check_lr(group, new=False)
+            self._check_group(group, new=False)
+        work, copies = self._batches(self.write_unscaled_grads and grad_scale is not None)
 
-        work, copies = self._batches()
+        # Up to here nothing of the user's has been written.
+        self.grad_norm = None if checked is None else checked.norm
+        if self._masters_loaded:
+            self._settle_masters()
         self._advance([batch for _, batch in work], found_inf)
         for group, batch in work:
             lr_tensor, lr = (group["lr"], 0.0) if isinstance(group["lr"], Tensor) else (None, float(group["lr"]))
@@ -208,18 +237,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         for target, copy in copies:
             target.copy_(copy)
 
-    def _batches(self) -> tuple[list[tuple[dict[str, Any], Batch]], list[tuple[Tensor, Tensor]]]:
+    def _batches(self, write_grads: bool) -> tuple[list[tuple[dict[str, Any], Batch]], list[tuple[Tensor, Tensor]]]:
         """The tensors, by group and op call; and stand-ins with the original each is to be copied back to.
 
         The ops walk parameter, gradient and states through memory in step, so a parameter with gaps gets a dense
         stand-in, and a gradient in another order of dimensions one in the parameter's.
         """
         batches: dict[Any, tuple[dict[str, Any], Batch]] = {}
-        copies = []
+        copies, made = [], []
         choices: dict[Any, str] = {}
-        for group, p in self._with_gradients():
-            state = self._state_of(group, p)
+        for slot in self._with_gradients():
+            group, p = slot.group, slot.p
+            state = self.state.get(p, {})
+            if missing := self._missing_states(group, p, state):
+                state = {**state, **missing}
+                made.append((p, missing))
             param, grad = local(p), local(p.grad)
+            if grad.shape != param.shape:  # data exchanged since backward, or a DTensor split in another way
+                raise ValueError(f"gradient of {slot.name}: got shape {tuple(grad.shape)}, needs {tuple(param.shape)}")
             kind = param.device, param.dtype
             if kind not in choices:
                 choices[kind] = backends.choose(param)
@@ -227,55 +262,66 @@ class FusedOptimizer(torch.optim.Optimizer):
             if key not in batches:
                 batches[key] = group, Batch(choices[kind], param.device, states=[[] for _ in self._state_names(group)])
             batch = batches[key][1]
-            batch.written += [p, p.grad] if self.write_unscaled_grads else [p]
-            if not is_dense(param):
+            batch.written += [p, p.grad] if write_grads else [p]
+            if not ops.is_dense(param):
                 dense = torch.empty_like(param).copy_(param)
                 copies.append((param, dense))
                 param = dense
             if not ops.same_order(grad, param):
+                if write_grads and overlaps(grad):
+                    raise ValueError(
+                        f"gradient of {slot.name}: got strides {grad.stride()}, needs elements that do not share "
+                        "memory with write_unscaled_grads"
+                    )
                 ordered = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-                if self.write_unscaled_grads:
+                if write_grads:
                     copies.append((grad, ordered))
                 grad = ordered
             batch.params.append(param)
             batch.grads.append(grad)
             for tensors, name in zip(batch.states, self._state_names(group), strict=True):
-                tensors.append(self._beside(p, param, name))
+                tensors.append(check_state(slot, name, state[name], param))
             if "master" in state:
-                batch.masters.append(self._beside(p, param, "master"))
+                batch.masters.append(check_state(slot, "master", state["master"], param))
             if self._counts_steps(group):
-                batch.steps.append(state["step"])
+                batch.steps.append(check_state(slot, "step", state["step"], param))
+        for p, missing in made:
+            self.state[p].update(missing)
         return list(batches.values()), copies
 
-    def _beside(self, p: Tensor, param: Tensor, key: str) -> Tensor:
-        """That state of ``p``, which must lie in memory as ``param`` does."""
-        state = local(self.state[p][key])
-        if state.shape != param.shape or state.device != param.device or not ops.same_order(state, param):
-            groups = enumerate(self.param_groups)
-            name = next(name_of(g, number, i) for number, g in groups for i, q in enumerate(g["params"]) if q is p)
-            raise ValueError(
-                f"state {key!r} of {name}: got shape {tuple(state.shape)}, strides {state.stride()} on {state.device}, "
-                f"needs {tuple(param.shape)}, {param.stride()} on {param.device}"
-            )
-        return state
+    def _settle_masters(self) -> None:
+        """A loaded master stays where it rounds to the parameter; elsewhere the parameter was loaded from elsewhere."""
+        for slot in slots_of(self.param_groups):
+            if "master" in self.state.get(slot.p, {}):
+                param, master = local(slot.p), local(self.state[slot.p]["master"])
+                if param.shape == master.shape and param.device == master.device:  # else its own step will complain
+                    master.copy_(torch.where(master.to(param.dtype) == param, master, param))
+        self._masters_loaded = False
 
     def _advance(self, batches: list[Batch], found_inf: Tensor | None) -> None:
         """Count the step, for every parameter in it, or the skip."""
+        self._last_found_inf = found_inf if batches else None
+        if not batches:
+            return
+        first = self._first_device()
+        if self.skipped_steps.device != first:  # the model was moved
+            self.skipped_steps = self.skipped_steps.to(first)
         steps = defaultdict(list)
         for batch in batches:
             steps[batch.device].extend(batch.steps)
-        if batches and found_inf is not None:
-            steps[self.skipped_steps.device] += []
+        if found_inf is not None:
+            steps[first] += []
         for device, tensors in steps.items():
-            skipped = self.skipped_steps if found_inf is not None and device == self.skipped_steps.device else None
+            found = on(device, found_inf)
+            skipped = self.skipped_steps if found is not None and device == first else None
             if tensors or skipped is not None:
-                backend = backends.choose(tensors[0] if tensors else found_inf.to(device))
-                ops.op(backend, "advance")(tensors, skipped, on(device, found_inf))
+                ops.op(backends.choose(tensors[0] if tensors else found), "advance")(tensors, skipped, found)
 
     # ---- Checkpoints and copies
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("max_grad_norm", "master_weights", "write_unscaled_grads", "grad_norm", "_checked", "skipped_steps")
+        own = ["max_grad_norm", "master_weights", "write_unscaled_grads"]
+        own += ["grad_norm", "_checked", "skipped_steps", "_masters_loaded"]
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -283,11 +329,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # old checkpoints lack some
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
-        if "skipped_steps" in state:  # a copy, not load_state_dict
-            self._count_skips_from_here()
-
-    def _count_skips_from_here(self) -> None:
-        self._skipped_before, self._skips = int(self.skipped_steps), None
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
@@ -300,16 +341,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         ``skipped_steps`` becomes what the checkpoint has, 0 with torch's.
 
+        ``master_weights`` stays what the constructor was given: without it masters in the checkpoint are dropped, and
+        so are those that torch's optimizers have rounded. The step that follows takes a master where it rounds to
+        the parameter, and the parameter where it does not: weights may be loaded before or after.
+
         Raises:
-            ValueError: a state's shape is not its parameter's, or torch's own reasons. Nothing is loaded then.
+            ValueError: a state is missing (the checkpoint is of another kind of optimizer), does not have its
+                parameter's shape or is not real and floating, or torch's own reasons. Nothing is loaded then.
         """
         load_state_dict(self, super().load_state_dict, state_dict)
-        self._count_skips_from_here()
-
-
-def is_dense(x: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, in whatever order of dimensions."""
-    return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)
 
 
 def _scalar(value: Tensor | float | None) -> Tensor | None:

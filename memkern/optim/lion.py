@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memkern import ops
 from memkern.optim.common import Batch, FusedOptimizer
-from memkern.optim.ranges import betas_in_range, check_lr, not_negative
+from memkern.optim.ranges import betas_in_range, not_negative
 
 
 class Lion(FusedOptimizer):
@@ -47,8 +47,7 @@ class Lion(FusedOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, max_grad_norm, master_weights, write_unscaled_grads)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        check_lr(group)
+    def _check_group(self, group: dict[str, Any], new: bool) -> None:
         betas_in_range(group)
         not_negative(group, "weight_decay")
 
@@ -67,6 +66,6 @@ class Lion(FusedOptimizer):
             *on_device,
             *map(float, group["betas"]),
             float(group["weight_decay"]),
-            group["maximize"],
+            bool(group["maximize"]),
             self.write_unscaled_grads,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from memkern import ops
 from memkern.optim.common import Batch, FusedOptimizer
-from memkern.optim.ranges import check_lr, not_negative
+from memkern.optim.ranges import not_negative
 
 
 class SGD(FusedOptimizer):
@@ -60,10 +61,11 @@ class SGD(FusedOptimizer):
         }
         super().__init__(params, defaults, max_grad_norm, master_weights, write_unscaled_grads)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        check_lr(group)
+    def _check_group(self, group: dict[str, Any], new: bool) -> None:
         not_negative(group, "momentum", "weight_decay")
-        if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
+        if not abs(group["dampening"]) < math.inf:
+            raise ValueError(f"dampening: got {group['dampening']}, needs a finite number")
+        if new and group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
             raise ValueError(
                 f"nesterov: got True with momentum {group['momentum']} and dampening {group['dampening']}, "
                 "needs a momentum above 0 and no dampening"
@@ -75,11 +77,14 @@ class SGD(FusedOptimizer):
     def _counts_steps(self, group: dict[str, Any]) -> bool:
         return group["momentum"] != 0
 
-    def _state_of(self, group: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
-        state = self.state[p]
-        if "momentum_buffer" in state and "step" not in state:  # from torch: the buffer has had its first step
-            state["step"] = torch.ones((), dtype=torch.float32, device=p.device)
-        return super()._state_of(group, p)
+    def _needed_states(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self._state_names(group)  # torch's has no step
+
+    def _missing_states(self, group: dict[str, Any], p: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
+        made = super()._missing_states(group, p, state)
+        if "step" in made and "momentum_buffer" in state:  # from torch: the buffer has had its first step
+            made["step"].fill_(1)
+        return made
 
     def _update(self, group: dict[str, Any], batch: Batch, on_device: tuple[Any, ...]) -> None:
         ops.op(batch.backend, "sgd_step")(
@@ -92,7 +97,7 @@ class SGD(FusedOptimizer):
             float(group["momentum"]),
             float(group["dampening"]),
             float(group["weight_decay"]),
-            group["nesterov"],
-            group["maximize"],
+            bool(group["nesterov"]),
+            bool(group["maximize"]),
             self.write_unscaled_grads,
         )

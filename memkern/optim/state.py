@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from memkern import backends
+from memkern.optim.params import Slot, slots_of
+
 if TYPE_CHECKING:
     from memkern.optim.common import FusedOptimizer
-
-
-def name_of(group: dict[str, Any], number: int, i: int) -> str:
-    """What to call a parameter in an error: its name, where the optimizer was given names."""
-    names = group.get("param_names")
-    return f"parameter {names[i]!r}" if names else f"parameter {i} of group {number}"
 
 
 def load_state_dict(
@@ -26,7 +22,7 @@ def load_state_dict(
     saved: dict[str, Any] = {}
 
     def remember(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        _check_shapes(optimizer, state_dict)
+        _check(optimizer, state_dict)
         saved.update(state_dict)
 
     # After the user's own pre-hooks, which may exchange the dict; before the user's own post-hooks.
@@ -43,32 +39,48 @@ def load_state_dict(
 
 def _entries(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-    """(name, parameter, its saved state), for every parameter that has one."""
-    ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    params = [
-        (name_of(group, number, i), p)
-        for number, group in enumerate(optimizer.param_groups)
-        for i, p in enumerate(group["params"])
-    ]
-    for key, (name, p) in zip(ids, params, strict=False):  # torch compares the lengths afterwards
+) -> Iterator[tuple[Slot, dict[str, Any], dict[str, Any]]]:
+    """(parameter, its saved group, its saved state), for every parameter that has a state."""
+    saved = ((group, key) for group in state_dict["param_groups"] for key in group["params"])
+    for (group, key), slot in zip(saved, slots_of(optimizer.param_groups), strict=False):  # torch compares the lengths
         if key in state_dict["state"]:
-            yield name, p, state_dict["state"][key]
+            yield slot, group, state_dict["state"][key]
 
 
-def _check_shapes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    for name, p, state in _entries(optimizer, state_dict):
+def _check(optimizer: FusedOptimizer, state_dict: dict[str, Any]) -> None:
+    for slot, saved_group, state in _entries(optimizer, state_dict):
+        group = {**optimizer.defaults, **saved_group}  # old checkpoints lack some options
         for key, value in state.items():
-            needed = torch.Size(()) if key == "step" else p.shape
+            needed = torch.Size(()) if key == "step" else slot.p.shape
             if isinstance(value, Tensor) and value.shape != needed and not (key == "step" and value.numel() == 1):
-                raise ValueError(f"state {key!r} of {name}: got shape {tuple(value.shape)}, needs {tuple(needed)}")
+                raise ValueError(f"state {key!r} of {slot.name}: got shape {tuple(value.shape)}, needs {tuple(needed)}")
+        needed_keys = optimizer._needed_states(group) if state.keys() - {"master"} else ()
+        for key in (*needed_keys, *(("step",) if "step" in state and "step" not in needed_keys else ())):
+            if key not in state:
+                raise ValueError(f"state {key!r} of {slot.name}: got none, beside {sorted(state)}")
+            if not _usable(key, state[key]):
+                got = state[key].dtype if isinstance(state[key], Tensor) else repr(state[key])
+                raise ValueError(f"state {key!r} of {slot.name}: got {got}, needs a real floating tensor")
+
+
+def _usable(key: str, value: Any) -> bool:
+    if key == "step":  # long ago a number
+        return not value.is_complex() if isinstance(value, Tensor) else isinstance(value, (int, float))
+    if value is None:
+        return key == "momentum_buffer"  # in old checkpoints of SGD
+    return isinstance(value, Tensor) and value.dtype in backends.DTYPES
 
 
 def _restore(optimizer: FusedOptimizer, saved: dict[str, Any]) -> None:
     optimizer.skipped_steps.copy_(torch.as_tensor(saved.get("skipped_steps", 0)))
-    for _, p, state in _entries(optimizer, saved):
+    optimizer._last_found_inf = optimizer._skips = None
+    optimizer._masters_loaded = True
+    for slot, _, state in _entries(optimizer, saved):
+        p = slot.p
         own = optimizer.state[p] = {}
         for key, value in state.items():
+            if key == "master" and not (optimizer._has_master(p) and getattr(value, "dtype", None) is torch.float32):
+                continue
             if key == "step":
                 # torch keeps it on the CPU unless fused, and long ago as a number
                 step = value if isinstance(value, Tensor) else torch.tensor(float(value))

@@ -23,6 +23,11 @@ def check_and_norm(grads: list[Tensor], grad_scale: Tensor | None, max_norm: flo
 
 
 def advance(steps: list[Tensor], skipped: Tensor | None, found_inf: Tensor | None) -> None:
+    counters = [(f"steps[{i}]", step, torch.float32) for i, step in enumerate(steps)]
+    counters += [] if skipped is None else [("skipped", skipped, torch.int64)]
+    for name, x, dtype in counters:
+        if x.dtype != dtype or x.numel() != 1 or x.device != counters[0][1].device:
+            raise ValueError(f"{name}: got {x.numel()} of {x.dtype} on {x.device}, needs one {dtype} on one device")
     for step in steps:
         step.add_(1 if found_inf is None else found_inf == 0)
     if skipped is not None and found_inf is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from memkern.backends import interpreting
-from memkern.ops import check_like
+from memkern.ops import check_like, is_dense
 
 _INTERPRETING = tl.constexpr(interpreting())
 
@@ -51,18 +51,6 @@ def exp_parts(z, r):
     p = p * r + 0.16666518
     p = p * r + 0.49999994
     return scale, (r * r) * p + r
-
-
-def is_dense(x: Tensor) -> bool:
-    """Whether the elements of ``x`` fill one stretch of memory, in whatever order of dimensions."""
-    if x.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def dense(x: Tensor) -> Tensor:

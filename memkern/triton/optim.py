@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memkern.ops import same_order
-from memkern.triton.common import dense, is_dense, rounded, widened
+from memkern.ops import is_dense, same_order
+from memkern.triton.common import dense, rounded, widened
 from memkern.triton.multi_tensor import (
     BLOCK,
     END,
@@ -184,12 +184,12 @@ def _address(name: str, x: Tensor | None, like: Tensor) -> int:
     return x.data_ptr()
 
 
-def _scalar(name: str, x: Tensor | None, like: Tensor) -> int:
-    """The address of one fp32 number; 0 for None."""
+def _scalar(name: str, x: Tensor | None, like: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """The address of one number; 0 for None."""
     if x is None:
         return 0
-    if x.dtype != torch.float32 or x.numel() != 1 or x.device != like.device:
-        raise ValueError(f"{name}: got {x.numel()} of {x.dtype} on {x.device}, needs one fp32 number on {like.device}")
+    if x.dtype != dtype or x.numel() != 1 or x.device != like.device:
+        raise ValueError(f"{name}: got {x.numel()} of {x.dtype} on {x.device}, needs one {dtype} on {like.device}")
     return x.data_ptr()
 
 
@@ -228,9 +228,11 @@ def check_and_norm(grads: list[Tensor], grad_scale: Tensor | None, max_norm: flo
 
 
 def advance(steps: list[Tensor], skipped: Tensor | None, found_inf: Tensor | None) -> None:
+    if not steps and skipped is None:
+        return
     like = steps[0] if steps else skipped
-    counters = [_scalar("steps", step, like) for step in steps]
-    skips = 0 if skipped is None else skipped.data_ptr()
+    counters = [_scalar(f"steps[{i}]", step, like) for i, step in enumerate(steps)]
+    skips = _scalar("skipped", skipped, like, torch.int64)
     table = on_device(like, [_scalar("found_inf", found_inf, like), skips, *counters])
     blocks = triton.cdiv(max(1, len(counters)), BLOCK)
     launch(advance_kernel, (blocks,), like, table, len(counters), BLOCK=BLOCK)
@@ -242,7 +244,8 @@ def _step(
 ) -> None:  # fmt: skip
     """Run the algorithm's two functions over all tensors; LAMB's, after a pass for its norms."""
     given_lists = [("grads", grads), *(("states", state) for state in states)]
-    given_lists += [(name, tensors) for name, tensors in (("masters", masters), ("steps", steps)) if tensors]
+    given_lists += [("masters", masters)] if masters else []
+    given_lists += [("steps", steps)] if steps or algorithm not in (SGD, LION) else []
     for name, tensors in given_lists:
         if len(tensors) != len(params):
             raise ValueError(f"{name}: got {len(tensors)} tensors, needs one for each of {len(params)} params")
