@@ -109,6 +109,7 @@ def test_alignment_and_offsets(backend: str, device: str, algorithm: Algorithm, 
             assert around.isnan().sum() == x.storage_offset() + 3  # nothing outside was written
 
 
+@pytest.mark.exhaustive
 def test_thousands_of_tiny_tensors(backend: str, device: str) -> None:
     """The arguments of a CUDA launch hold some 430 parameters of a step, and some 1170 gradients."""
     # Triton's interpreter takes 10 ms a tensor, and a table has no length at which it changes.
@@ -247,7 +248,7 @@ def test_advance(backend: str, device: str) -> None:
     assert (torch.stack(many) == 1).all() and int(skipped) == 12
 
 
-def test_schemas_and_fakes(backend: str, device: str, algorithm: Algorithm) -> None:
+def test_opcheck(backend: str, device: str, algorithm: Algorithm) -> None:
     """What an op writes is what its schema says, and it can be traced."""
     t = Tensors.random(algorithm, DTYPES[5], device, sizes=(5, 3))
     found, scale = on(device, 0.0), on(device, 2.0)
