@@ -118,9 +118,9 @@ def test_bad_input(backend, device, name) -> None:
             function(x, dim)
     assert torch.equal(function(x, np.int64(1)), function(x, 1))
     nested = torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged)
-    for bad, kind in ((x.to_sparse(), "torch.sparse_coo"), (nested, "nested")):
+    for bad, kind in ((x.to_sparse(), "layout torch.sparse_coo"), (nested, "a nested tensor")):
         for dtype in (None, torch.float32):
-            with pytest.raises(TypeError, match=f"input: got a {kind} Tensor, needs a dense one"):
+            with pytest.raises(TypeError, match=f"input: got {kind}, needs a dense tensor"):
                 function(bad, 1, dtype=dtype)
     with pytest.raises(ValueError, match="autocast: got 'fp32', needs 'keep' or 'torch'"):
         function(x, 1, autocast="fp32")
@@ -149,9 +149,9 @@ def test_bad_input_of_scaled_masked_softmax(backend, device) -> None:
         f(x, [True])
     with pytest.raises(ValueError, match="mask: got device meta"):
         f(x, torch.zeros(4, device="meta"))
-    with pytest.raises(TypeError, match="mask: got a torch.sparse_coo Tensor, needs a dense one"):
+    with pytest.raises(TypeError, match="mask: got layout torch.sparse_coo, needs a dense tensor"):
         f(x, (x > 0).to_sparse())
-    with pytest.raises(TypeError, match="input: got a torch.sparse_coo Tensor, needs a dense one"):
+    with pytest.raises(TypeError, match="input: got layout torch.sparse_coo, needs a dense tensor"):
         f(x.to_sparse())
     assert torch.equal(f(x, None, np.float32(0.5)), f(x, None, 0.5))
     assert torch.equal(f(x, None, np.int64(2), dropout=np.float64(0)), f(x, None, 2))

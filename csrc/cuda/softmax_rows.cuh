@@ -23,7 +23,7 @@ __device__ __forceinline__ void finish_columns(const Forward<T, O>& a, const Fin
 }
 
 template <class T, class O, int V, int P, bool Additive>
-__global__ void __launch_bounds__(P * V == 8 ? kRowBlock : kMaxRowThreads)
+__global__ void __launch_bounds__(P * V == 8 ? kRowBlock : kMaxRowThreads, 1)
     forward_rows(const Forward<T, O> a, int threads) {
   using A = acc_t<T>;
   __shared__ typename RowSum<A>::Slots slots;
